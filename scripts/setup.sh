@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Create or refresh the virtual environment: scripts/setup.sh [VENV]   (default .venv)
+#
+# A second run with nothing changed does nothing. The environment is rebuilt in place when
+# pyproject.toml, this script or the kind of accelerator changes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+python=${PYTHON:-python3.11}
+stamp_file="$venv/.shoal-setup"
+
+accelerator=cpu
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then accelerator=cuda; fi
+stamp=$( { cat pyproject.toml scripts/setup.sh; echo "$accelerator"; pwd; } | sha256sum | cut -d' ' -f1)
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp_file" 2>/dev/null || true)" = "$stamp" ]; then
+  echo "setup: $venv is up to date ($accelerator), nothing to do"
+  exit 0
+fi
+
+command -v "$python" >/dev/null 2>&1 || { echo "setup: $python not found; install Python 3.11 or set PYTHON=/path/to/python3.11" >&2; exit 1; }
+echo "setup: building $venv for $accelerator"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv>=0.9"
+
+# uv does not read pip's find-links, from the environment or from pip.conf.
+find_links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
+overrides=$(mktemp)
+trap 'rm -f "$overrides"' EXIT
+torch_source=()
+if [ "$accelerator" = cpu ]; then
+  # The CPU wheels of these three break `import transformers` beside torch's CPU build; triton has no use there.
+  printf '%s\n' "torchvision ; sys_platform == 'never'" "torchaudio ; sys_platform == 'never'" \
+    "torchcodec ; sys_platform == 'never'" "triton ; sys_platform == 'never'" >"$overrides"
+  extras=all-cpu,dev
+  if [ -n "$find_links" ] && ls ${find_links}/torch-*cpu*.whl >/dev/null 2>&1; then
+    export UV_FIND_LINKS=${find_links// /,}
+  else
+    torch_source=(--torch-backend cpu)
+  fi
+else
+  extras=all,dev
+  if [ -n "$find_links" ]; then export UV_FIND_LINKS=${find_links// /,}; fi
+fi
+VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${torch_source[@]}" \
+  --override "$overrides" --editable ".[$extras]"
+echo "$stamp" >"$stamp_file"
+echo "setup: $venv is ready"

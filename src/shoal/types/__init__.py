@@ -1,0 +1,61 @@
+"""Values that cross module borders inside a process; `shoal.codec` converts them to and from protobuf."""
+
+from shoal.types.experience import (
+    EXPERIENCE_SCHEMA_VERSION,
+    Batch,
+    BoolArray,
+    Completion,
+    ExperienceRecord,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    MiniBatch,
+    PolicyVersionSpan,
+    RecordRef,
+    RewardComponent,
+    SamplingParams,
+    ScoreResult,
+    ScoreSample,
+    ScoreStatus,
+)
+from shoal.types.services import (
+    ServiceInfo,
+    ServiceKind,
+)
+from shoal.types.weights import (
+    Box,
+    CopyDigest,
+    SinkLayout,
+    SinkParameter,
+    SinkRegion,
+    SinkWorkerLayout,
+    SourceShard,
+)
+
+__all__ = [
+    "EXPERIENCE_SCHEMA_VERSION",
+    "Batch",
+    "BoolArray",
+    "Box",
+    "Completion",
+    "CopyDigest",
+    "ExperienceRecord",
+    "FinishReason",
+    "Float32Array",
+    "Int32Array",
+    "MiniBatch",
+    "PolicyVersionSpan",
+    "RecordRef",
+    "RewardComponent",
+    "SamplingParams",
+    "ScoreResult",
+    "ScoreSample",
+    "ScoreStatus",
+    "ServiceInfo",
+    "ServiceKind",
+    "SinkLayout",
+    "SinkParameter",
+    "SinkRegion",
+    "SinkWorkerLayout",
+    "SourceShard",
+]
