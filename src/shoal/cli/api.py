@@ -1,0 +1,62 @@
+"""A small client of the coordinator's REST API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from shoal.errors import NotFoundError, UnavailableError
+
+_TIMEOUT_S = 10.0
+
+
+class CoordinatorApi:
+    """Reads status and steps; asks to pause, resume or stop. Use as a context manager.
+
+    Args:
+        address: http://host:port or host:port.
+    """
+
+    def __init__(self, address: str) -> None:
+        base = address if address.startswith(("http://", "https://")) else f"http://{address}"
+        self.base_url = base
+        # Loopback and private addresses: a proxy from the environment would only be in the way.
+        self._client = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False)
+
+    def __enter__(self) -> CoordinatorApi:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def status(self) -> dict[str, Any]:
+        """The run's state, step, version and what it waits for."""
+        return self._get("/v1/status")
+
+    def services(self) -> list[dict[str, Any]]:
+        """Registered services."""
+        found = self._get("/v1/services")
+        return list(found["services"])
+
+    def steps(self, after: int) -> list[dict[str, Any]]:
+        """Metrics of the steps with a higher number than `after`."""
+        found = self._get(f"/v1/steps?after={after}&limit=1000")
+        return list(found["steps"])
+
+    def command(self, name: str) -> dict[str, Any]:
+        """POST pause, resume or stop."""
+        return self._send("POST", f"/v1/{name}")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._send("GET", path)
+
+    def _send(self, method: str, path: str) -> dict[str, Any]:
+        try:
+            answer = self._client.request(method, path)
+        except httpx.TransportError as error:
+            raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
+        if answer.status_code >= 400:
+            raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {answer.text[:500]}")
+        body: dict[str, Any] = answer.json()
+        return body

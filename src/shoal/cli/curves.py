@@ -1,0 +1,81 @@
+"""The picture of a run: reward, KL, length and where the time went, from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Step = dict[str, Any]
+
+_STAGES = ("rollout_s", "reward_s", "forward_s", "advantages_s", "update_s", "push_s")
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Steps of a metrics.jsonl, oldest first.
+
+    Raises: DataError: the file is missing or a line is not JSON.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; did the run finish a step?") from error
+    try:
+        return [json.loads(line) for line in lines if line]
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} has a line that is not JSON: {error}") from error
+
+
+def draw_curves(steps: list[Step], report: dict[str, Any], path: Path) -> None:
+    """Write a PNG with four panels; nothing is drawn for metrics that the run did not have."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure.suptitle(_title(report))
+    _line(axes[0][0], steps, "reward", "mean reward", smooth=True)
+    _line(axes[0][1], steps, "kl", "KL to the reference (per token)")
+    _line(axes[1][0], steps, "response_length", "response length (tokens)")
+    _stages(axes[1][1], steps)
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _title(report: dict[str, Any]) -> str:
+    before, after = report.get("accuracy_before"), report.get("accuracy_after")
+    if before is None or after is None:
+        return str(report.get("run_id", ""))
+    return f"{report.get('run_id', '')}: greedy held-out accuracy {before:.1%} before, {after:.1%} after"
+
+
+def _series(steps: list[Step], key: str) -> tuple[list[float], list[float]]:
+    pairs = [(float(s["step"]), float(s[key])) for s in steps if s.get(key) is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _line(axis: Axes, steps: list[Step], key: str, title: str, smooth: bool = False) -> None:
+    x, y = _series(steps, key)
+    axis.plot(x, y, linewidth=1.0, alpha=0.4 if smooth else 1.0)
+    if smooth:
+        mean = [sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))]
+        axis.plot(x, mean, linewidth=2.0, label="mean of 10 steps")
+        axis.legend(loc="lower right", frameon=False)
+    axis.set_title(title)
+
+
+def _stages(axis: Axes, steps: list[Step]) -> None:
+    x = [float(s["step"]) for s in steps]
+    layers = [[float(s.get(key) or 0.0) for s in steps] for key in _STAGES]
+    axis.stackplot(x, *layers, labels=[key.removesuffix("_s") for key in _STAGES], alpha=0.8)
+    axis.set_title("seconds per step by stage")
+    axis.legend(loc="upper right", ncols=3, fontsize="small")

@@ -1,0 +1,101 @@
+"""One run with every service on this machine: start, follow, stop, leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shoal.cli.api import CoordinatorApi
+from shoal.cli.local.cluster import LocalCluster
+from shoal.cli.local.embedded_redis import EmbeddedRedis, embedded_redis
+from shoal.cli.progress import ProgressView
+from shoal.cli.services import coordinator_spec, worker_specs
+from shoal.config.load import dump_config
+from shoal.config.models import RunConfig
+from shoal.errors import UnavailableError
+
+_POLL_S = 0.5
+_READY_TIMEOUT_S = 30.0
+_ENDED = ("finished", "stopped", "failed")
+
+
+def run_locally(config: RunConfig, view: ProgressView) -> str:
+    """Run until the training ends; returns finished, stopped or failed.
+
+    Args:
+        config: run.folder must not exist yet; an empty redis.url starts the embedded server.
+        view: where progress goes.
+    Raises: ShoalError: a service ended or never became ready; everything has been stopped by then.
+    """
+    folder = Path(config.run.folder)
+    folder.mkdir(parents=True, exist_ok=False)
+    with _interruptible(), tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as runtime:
+        redis = None if config.redis.url else embedded_redis(Path(runtime), folder / "redis", folder / "logs" / "redis.log")
+        if redis is not None:
+            config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis.url})})
+        dump_config(config, folder / "config.yaml")
+        cleanup = [f"{config.push.shm_dir}/shoal-{config.run.id}-*", runtime]
+        with LocalCluster(cleanup) as cluster, _start_services(cluster, config, redis, view) as api:
+            return _follow(cluster, api, view)
+
+
+def _start_services(cluster: LocalCluster, config: RunConfig, redis: EmbeddedRedis | None, view: ProgressView) -> CoordinatorApi:
+    folder = Path(config.run.folder)
+    logs, config_path, ready_file = folder / "logs", folder / "config.yaml", folder / "coordinator.json"
+    view.message(f"run {config.run.id}; logs in {logs}")
+    if redis is not None:
+        cluster.start(redis.spec)
+    cluster.start(coordinator_spec(config_path, ready_file, logs))
+    if redis is not None:
+        cluster.wait_until(redis.is_ready, "the embedded Redis server", _READY_TIMEOUT_S)
+    cluster.wait_until(ready_file.exists, "the coordinator", _READY_TIMEOUT_S)
+    ready = json.loads(ready_file.read_text())
+    for spec in worker_specs(config, config_path, ready["grpc_address"], logs):
+        cluster.start(spec)
+    api = CoordinatorApi(ready["rest_address"])
+    view.message(f"REST API: {api.base_url} (shoal status --address {api.base_url})")
+    return api
+
+
+def _follow(cluster: LocalCluster, api: CoordinatorApi, view: ProgressView) -> str:
+    last = 0
+    while True:
+        _check_services(cluster, view)
+        status, steps = api.status(), api.steps(last)
+        last = max([last, *(int(step["step"]) for step in steps)])
+        view.update(status, steps)
+        if status["state"] in _ENDED:
+            if status.get("error"):
+                view.message(f"error: {status['error']}")
+            return str(status["state"])
+        time.sleep(_POLL_S)
+
+
+def _check_services(cluster: LocalCluster, view: ProgressView) -> None:
+    for event in cluster.events():
+        if event.kind == "restarting":
+            view.message(f"{event.service} ended with code {event.exit_code}; starting it again")
+        elif event.kind == "exited":
+            raise UnavailableError(f"{event.service} ended with code {event.exit_code}; see {event.service}.log in the run's logs folder")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that every way of ending passes through the same clean-up."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, _interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(f"signal {number}")

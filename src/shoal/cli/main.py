@@ -1,0 +1,76 @@
+"""Entry point of the command `shoal`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.errors import ShoalError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training of language models as services."
+)
+
+_EXIT_INTERRUPTED = 130
+
+
+@app.command()
+def demo(
+    preset: Annotated[str, typer.Option(help="arithmetic (tiny, minutes on two cores) or smollm2 (135 M parameters)")] = "arithmetic",
+    seed: Annotated[int, typer.Option(help="seed of model, data, sampling")] = 0,
+    steps: Annotated[int | None, typer.Option(help="training steps; the preset's own number if not given")] = None,
+    redis: Annotated[str | None, typer.Option(help="redis:// address of your own server; an embedded one otherwise")] = None,
+    actor_ranks: Annotated[int | None, typer.Option(help="processes of the actor gang")] = None,
+    model: Annotated[str | None, typer.Option(help="your model: Hugging Face folder or id (with --data and --reward)")] = None,
+    data: Annotated[str | None, typer.Option(help="your training rows, JSONL with a prompt column")] = None,
+    held_out: Annotated[str | None, typer.Option(help="your evaluation rows, JSONL")] = None,
+    reward: Annotated[str | None, typer.Option(help="name of the scorer")] = None,
+    runs: Annotated[Path, typer.Option(help="folder of run folders")] = Path("runs"),
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value, overrides the configuration")] = None,
+) -> None:
+    """Train a model with PPO through real services on this machine."""
+    from shoal.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        preset=preset,
+        seed=seed,
+        runs_folder=runs,
+        steps=steps,
+        redis_url=redis,
+        actor_ranks=actor_ranks,
+        model=model,
+        data=data,
+        held_out=held_out,
+        reward=reward,
+        overrides=tuple(overrides or ()),
+    )
+    try:
+        raise typer.Exit(run_demo(options, Console()))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("shoal: interrupted; every service was stopped", highlight=False)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+
+
+@app.command()
+def status(address: Annotated[str, typer.Option(help="the coordinator's REST address")] = "http://127.0.0.1:8080") -> None:
+    """Show what a run is doing."""
+    from shoal.cli.status import show_status
+
+    show_status(address, Console())
+
+
+def main() -> None:
+    """Run the command; an error becomes one line and exit code 1."""
+    try:
+        app()
+    except ShoalError as error:
+        Console(stderr=True).print(f"shoal: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
