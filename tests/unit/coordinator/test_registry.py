@@ -83,11 +83,18 @@ def test_registry_refuses_another_runs_service() -> None:
         registry.register(dataclasses.replace(make_info(), run_id="other"))
 
 
-@pytest.mark.parametrize("field", ["service_id", "address", "incarnation"])
-def test_registry_refuses_an_empty_field(field: str) -> None:
+@pytest.mark.parametrize(
+    "info",
+    [
+        dataclasses.replace(make_info(), service_id=""),
+        dataclasses.replace(make_info(), address=""),
+        dataclasses.replace(make_info(), incarnation=""),
+    ],
+)
+def test_registry_refuses_an_empty_field(info: ServiceInfo) -> None:
     registry, _ = make_registry(FakeClock())
     with pytest.raises(InvalidRequestError, match="must not be empty"):
-        registry.register(dataclasses.replace(make_info(), **{field: ""}))
+        registry.register(info)
 
 
 async def test_registry_wait_for_ends_when_the_last_service_comes() -> None:
