@@ -44,9 +44,7 @@ class WeightSource:
         transport: the trainer's end of the push's transport; closed by `close`.
     """
 
-    def __init__(
-        self, named_parameters: Mapping[str, DTensor | Tensor], rank: int, world_size: int, transport: SourceTransport
-    ) -> None:
+    def __init__(self, named_parameters: Mapping[str, DTensor | Tensor], rank: int, world_size: int, transport: SourceTransport) -> None:
         self._parameters = dict(named_parameters)
         self._rank = rank
         self._world_size = world_size
@@ -129,9 +127,7 @@ class WeightSource:
                 writers[copy.worker_rank] = self._transport.open(push.workers[server_id, copy.worker_rank])
             source = self._slice(copy.source_name, copy.source_box)
             xxh3 = writers[copy.worker_rank].write(copy.parameter, copy.parameter_box, source)
-            digests.append(
-                CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=xxh3)
-            )
+            digests.append(CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=xxh3))
         return digests
 
     def _slice(self, name: str, box: Box) -> Tensor:
@@ -167,5 +163,3 @@ def local_box(name: str, parameter: DTensor | Tensor) -> Box:
 
 def _dtype_name(parameter: Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
-
-
