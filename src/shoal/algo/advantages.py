@@ -1,6 +1,7 @@
 """Advantage estimators: one pure function each, listed in `shoal.algo.registry`.
 
-Legend: B sequences of this rank, T response tokens, G groups of the whole batch. Keyword-only settings carry the names of configuration fields.
+Legend: B sequences of this rank, T response tokens, G groups of the whole batch. Keyword-only settings carry the names of configuration
+fields.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """How per-token losses become one number, independent of the split over micro-batches and ranks.
 
-Legend: B sequences of a micro-batch, T response tokens. The loss of an optimizer step is the plain sum of `aggregate` over its micro-batches and
-ranks. Gradients must be summed over ranks; where a framework averages them, multiply by the number of ranks first.
+Legend: B sequences of a micro-batch, T response tokens. The loss of an optimizer step is the plain sum of `aggregate` over its
+micro-batches and ranks. Gradients must be summed over ranks; where a framework averages them, multiply by the number of ranks first.
+A new aggregation is one function and one line in `LOSS_AGGREGATIONS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shoal.algo.lookup import lookup
 from shoal.algo.masking import SumOverRanks, one_rank, select
 
 
@@ -62,8 +65,6 @@ def token_weights(
     Raises: ConfigError: unknown loss_aggregation. ValueError: norm_length missing.
     Source: token_mean Yu et al. 2025 (DAPO); seq_mean_token_mean Shao et al. 2024; seq_mean_token_sum_norm Liu et al. 2025 (Dr. GRPO).
     """
-    from shoal.algo.registry import LOSS_AGGREGATIONS, lookup  # the registry lists the functions of this module
-
     per_sequence = lookup(LOSS_AGGREGATIONS, "loss_aggregation", loss_aggregation)
     lengths = response_mask.sum(dim=1, keepdim=True).to(dtype)
     weights = per_sequence(lengths, counts, norm_length)
@@ -114,3 +115,12 @@ def seq_mean_token_sum_norm(lengths: Tensor, counts: TrainedCounts, norm_length:
 
 def _inverse(count: float) -> float:
     return 1.0 / count if count > 0 else 0.0
+
+
+LOSS_AGGREGATIONS: Mapping[str, Callable[[Tensor, TrainedCounts, float | None], Tensor]] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+}
+"""([B, 1] lengths, counts, norm_length) -> [B, 1] weight of each token of the sequence."""

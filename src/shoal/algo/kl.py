@@ -1,15 +1,17 @@
 """Per-token estimators of KL(policy || reference).
 
-Legend: B sequences, T response tokens. The sample comes from the policy.
+Legend: B sequences, T response tokens. The sample comes from the policy. A new estimator is one function and one line in `KL_ESTIMATORS`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from shoal.algo.lookup import lookup
 from shoal.algo.masking import select
 
 
@@ -31,7 +33,7 @@ def safe_exp(x: Tensor, max_x: float | None = None) -> Tensor:
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(policy / reference): unbiased, high variance; negative for single tokens. Source: Schulman 2020, "Approximating KL divergence"."""
+    """log(policy / reference): unbiased, high variance, of either sign. Source: Schulman 2020, "Approximating KL divergence"."""
     return logprobs - ref_logprobs
 
 
@@ -49,6 +51,10 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.where(gap.abs() < 1.0, near, far) - gap
 
 
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""(logprobs, ref_logprobs) -> KL per token; the inputs hold no masked garbage."""
+
+
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, *, kl_estimator: str = "k1") -> Tensor:
     """Estimate the KL to the reference for every token.
 
@@ -56,11 +62,23 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, *, k
         logprobs: [B, T] policy log-probabilities of the sampled tokens.
         ref_logprobs: [B, T] the same of the reference.
         response_mask: [B, T] bool.
-        kl_estimator: name in `shoal.algo.registry.KL_ESTIMATORS`.
+        kl_estimator: name in `KL_ESTIMATORS`.
     Returns: [B, T], 0 where masked; differentiable.
     Raises: ConfigError: unknown estimator.
     """
-    from shoal.algo.registry import KL_ESTIMATORS, lookup  # the registry lists the functions of this module
-
     estimate = lookup(KL_ESTIMATORS, "kl_estimator", kl_estimator)
     return estimate(select(logprobs, response_mask), select(ref_logprobs, response_mask))
+
+
+def adapted_kl_coef(kl_coef: float, *, current_kl: float, target_kl: float, num_samples: int, horizon: int) -> float:
+    """Move the KL coefficient in proportion to the relative error of the KL, bounded to 20 %.
+
+    Args:
+        kl_coef: current coefficient; it is state, so it belongs in a checkpoint.
+        current_kl, target_kl: KL per sequence.
+        num_samples: samples of the step.
+        horizon: samples over which a constant error of 1 would double the coefficient.
+    Source: Ziegler et al. 2019, section 2.2.
+    """
+    error = min(max(current_kl / target_kl - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * num_samples / horizon)

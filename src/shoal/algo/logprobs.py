@@ -51,8 +51,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each sampled token, and the entropy at its position, in chunks of positions.
 
-    Equals `logits_to_logprobs` and `logits_to_entropy` of hidden @ head_weight.T, in value and gradient. Pass trained positions only: what is
-    not passed in cannot leak NaN. If all logits fit one chunk the backward keeps them, else it computes each chunk again.
+    Equals `logits_to_logprobs` and `logits_to_entropy` of hidden @ head_weight.T, in value and gradient. Pass trained positions only: what
+    is not passed in cannot leak NaN. If all logits fit one chunk the backward keeps them, else it computes each chunk again.
 
     Args:
         hidden: [N, H] final hidden state of the position before each token.
@@ -79,7 +79,7 @@ def token_logprobs(
 
 
 def _log_softmax(hidden: Tensor, head_weight: Tensor, temperature: float) -> Tensor:
-    """[n, V] log-probabilities of a chunk in float32 or wider, as the engine computes them: logits in the model's dtype, softmax above it."""
+    """[n, V] log-probabilities of a chunk: logits in the model's dtype, softmax in float32 or wider, as the engine computes them."""
     logits = hidden @ head_weight.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
@@ -95,7 +95,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401 - torch names no public type
         hidden: Tensor,
         head_weight: Tensor,
         token_ids: Tensor,
@@ -121,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return picked, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch names no public type
         hidden, head_weight, token_ids, entropies, kept = ctx.saved_tensors
         temperature, vocab_size, with_entropy, chunk = ctx.settings
         grad_picked, grad_entropies = grads

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.algo.masking import select
 
 MAX_LOG_RATIO = 20.0
-"""exp of a log-ratio is taken at most here: beyond it float32 products overflow, and an overflow in a branch that is not chosen makes gradients NaN."""
+"""A log-ratio is bounded to this size: an overflow of its exponential, even in a branch that is not chosen, makes gradients NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Names in the configuration -> functions. A new estimator or loss is one pure function and one line here.
 
-A function's keyword-only parameters are filled from the configuration fields of the same name by `bind`.
+`KL_ESTIMATORS` and `LOSS_AGGREGATIONS` lie beside their functions. A function's keyword-only parameters are filled from the configuration fields of the same name by `bind`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.algo import advantages, aggregation, kl, losses
+from shoal.algo import advantages, losses
+from shoal.algo.lookup import lookup
 from shoal.config.models import AlgorithmSection
 from shoal.errors import ConfigError
 
-Function = TypeVar("Function")
+Result = TypeVar("Result")
 
 ADVANTAGE_ESTIMATORS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gae": advantages.gae_estimator,
@@ -36,36 +37,11 @@ VALUE_LOSSES: Mapping[str, Callable[..., losses.TokenLoss]] = {
 }
 """(values, old_values, returns, response_mask, *, settings) -> TokenLoss."""
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": kl.k1,
-    "k2": kl.k2,
-    "k3": kl.k3,
-}
-"""(logprobs, ref_logprobs) -> per-token KL; inputs already free of masked garbage."""
-
-LOSS_AGGREGATIONS: Mapping[str, Callable[[Tensor, aggregation.TrainedCounts, float | None], Tensor]] = {
-    "token_mean": aggregation.token_mean,
-    "seq_mean_token_mean": aggregation.seq_mean_token_mean,
-    "seq_mean_token_sum": aggregation.seq_mean_token_sum,
-    "seq_mean_token_sum_norm": aggregation.seq_mean_token_sum_norm,
-}
-"""([B, 1] lengths, counts, norm_length) -> [B, 1] weight of each token of the sequence."""
-
 GROUP_ESTIMATORS = frozenset({"grpo", "rloo"})
 """Estimators that compare the samples of one prompt; a group of one is refused."""
 
 
-def lookup(registry: Mapping[str, Function], setting: str, name: str) -> Function:
-    """Return the function registered under a name.
-
-    Raises: ConfigError: unknown name; the message lists the valid ones.
-    """
-    if name not in registry:
-        raise ConfigError(f"algorithm.{setting} is {name!r}; use one of {', '.join(sorted(registry))}")
-    return registry[name]
-
-
-def bind(function: Callable[..., Function], algorithm: AlgorithmSection) -> Callable[..., Function]:
+def bind(function: Callable[..., Result], algorithm: AlgorithmSection) -> Callable[..., Result]:
     """Fix a function's keyword-only parameters to the configuration fields of the same name.
 
     Raises: ConfigError: a parameter without default has no field.
