@@ -43,6 +43,11 @@ class LocalCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
+    @property
+    def supervisor_pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._running().pid
+
     def start(self, spec: ServiceSpec) -> None:
         """Hand a service to the supervisor; its fate arrives as events."""
         process = self._running()
