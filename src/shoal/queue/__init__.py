@@ -1,0 +1,1 @@
+"""Experience between the coordinator and the trainer ranks, kept in Redis."""
