@@ -97,7 +97,7 @@ class ServiceModel(_Answer):
     """Its pid on its host; 0 if unknown."""
     policy_version: int
     """Version that it serves (rollout servers)."""
-    status: str
+    state: str
     """ready, or fenced: takes no traffic until a weight push brings it to the current version."""
     registered_unix_s: float
     """When it registered."""
@@ -115,7 +115,7 @@ class ServicesModel(_Answer):
 class StepsModel(_Answer):
     """Metrics of steps, oldest first."""
 
-    steps: list[dict[str, float | None]]
+    steps: list[dict[str, int | float | None]]
     """One object a step, as in metrics.jsonl; null for a number that is not finite."""
 
 
