@@ -26,3 +26,64 @@ class ServiceInfo:
     incarnation: str
     policy_version: int = 0
     process_id: int = 0
+
+
+class TrainerRole(StrEnum):
+    """What a trainer gang trains."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDescription:
+    """Static facts and the current state of one rollout server. policy_version is the complete version being served."""
+
+    service_id: str
+    model: str
+    vocab_size: int
+    max_model_len: int
+    tensor_parallel_size: int
+    weight_dtype: str
+    policy_version: int
+    num_running: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerDescription:
+    """Facts about one gang. step counts committed optimizer steps; for the actor it is the policy version."""
+
+    service_id: str
+    role: TrainerRole
+    world_size: int
+    num_parameters: int
+    step: int
+    has_reference: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """Answer of UpdateBatch; applied is False if all ranks skipped the optimizer steps."""
+
+    policy_version: int
+    applied: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """A written Hugging Face folder."""
+
+    folder: str
+    policy_version: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerDescription:
+    """One named, versioned scorer of a reward server."""
+
+    name: str
+    version: str
+    description: str

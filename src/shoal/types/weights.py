@@ -80,3 +80,37 @@ class CopyDigest:
     parameter: str
     parameter_box: Box
     xxh3: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkVerified:
+    """Answer of VERIFY: bytes checked and how long that took."""
+
+    num_bytes: int
+    verify_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkCommitted:
+    """Answer of COMMIT: the version now served and how long serving was paused."""
+
+    policy_version: int
+    pause_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePrepared:
+    """Answer of the source's PREPARE: hash and size of the whole plan."""
+
+    plan_hash: str
+    num_copies: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTransferred:
+    """Answer of TRANSFER: one digest per copy, by server_id."""
+
+    digests: dict[str, list[CopyDigest]]
+    num_bytes: int
+    transfer_ms: float
