@@ -63,6 +63,14 @@ def status(address: Annotated[str, typer.Option(help="the coordinator's REST add
     show_status(address, Console())
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="step")]) -> None:
+    """Measure: shoal bench step --size micro --samples 64 --max-new-tokens 64 --json (each has its own --help)."""
+    from shoal.cli.bench import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, context.args))
+
+
 def main() -> None:
     """Run the command; an error becomes one line and exit code 1."""
     try:
