@@ -120,13 +120,17 @@ def _require_deadline(method: str, context: _Context) -> None:
 def _check_size(answer: Any, method: str) -> None:
     num_bytes = answer.ByteSize() if hasattr(answer, "ByteSize") else 0
     if num_bytes > MAX_MESSAGE_BYTES:
-        raise CapacityError(f"the answer of {method} has {num_bytes} bytes, above the limit of {MAX_MESSAGE_BYTES} bytes; ask for less at once")
+        raise CapacityError(
+            f"the answer of {method} has {num_bytes} bytes, above the limit of {MAX_MESSAGE_BYTES} bytes; ask for less at once"
+        )
 
 
 async def _abort_internal(method: str, context: _Context) -> NoReturn:
     error_id = uuid.uuid4().hex[:12]
     log.exception("call_failed", method=method, error_id=error_id)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the service's log explains it", (("shoal-error", "InternalError"),))
+    await context.abort(
+        grpc.StatusCode.INTERNAL, f"internal error {error_id}; the service's log explains it", (("shoal-error", "InternalError"),)
+    )
     raise AssertionError("abort raises")
 
 

@@ -1,10 +1,10 @@
 """The gRPC server of a service: limits, keepalive, mTLS, truthful health, one interceptor, an orderly end.
 
-    server = RpcServer(host, port, config.security)
-    server.add(lambda s: add_RewardServiceServicer_to_server(servicer, s), "shoal.rpc.v1.RewardService")
-    port = await server.start()
-    server.set_serving(True)
-    await serve_until_signal(server, drain=servicer.drain)
+server = RpcServer(host, port, config.security)
+server.add(lambda s: add_RewardServiceServicer_to_server(servicer, s), "shoal.rpc.v1.RewardService")
+port = await server.start()
+server.set_serving(True)
+await serve_until_signal(server, drain=servicer.drain)
 """
 
 from __future__ import annotations
