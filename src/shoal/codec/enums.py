@@ -31,7 +31,7 @@ class _EnumCodec(Generic[_Member, _Number]):
         return member
 
 
-finish_reason: _EnumCodec[FinishReason, common_pb2.FinishReason] = _EnumCodec(
+finish_reason: _EnumCodec[FinishReason, common_pb2.FinishReason.ValueType] = _EnumCodec(
     "finish_reason",
     {
         FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -39,7 +39,7 @@ finish_reason: _EnumCodec[FinishReason, common_pb2.FinishReason] = _EnumCodec(
         FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
     },
 )
-score_status: _EnumCodec[ScoreStatus, common_pb2.ScoreStatus] = _EnumCodec(
+score_status: _EnumCodec[ScoreStatus, common_pb2.ScoreStatus.ValueType] = _EnumCodec(
     "score status",
     {
         ScoreStatus.SCORED: common_pb2.SCORE_STATUS_SCORED,
@@ -47,7 +47,7 @@ score_status: _EnumCodec[ScoreStatus, common_pb2.ScoreStatus] = _EnumCodec(
         ScoreStatus.ERROR: common_pb2.SCORE_STATUS_ERROR,
     },
 )
-service_kind: _EnumCodec[ServiceKind, registry_pb2.ServiceKind] = _EnumCodec(
+service_kind: _EnumCodec[ServiceKind, registry_pb2.ServiceKind.ValueType] = _EnumCodec(
     "service kind",
     {
         ServiceKind.ROLLOUT: registry_pb2.SERVICE_KIND_ROLLOUT,
@@ -56,7 +56,7 @@ service_kind: _EnumCodec[ServiceKind, registry_pb2.ServiceKind] = _EnumCodec(
         ServiceKind.CRITIC: registry_pb2.SERVICE_KIND_CRITIC,
     },
 )
-trainer_role: _EnumCodec[TrainerRole, trainer_pb2.TrainerRole] = _EnumCodec(
+trainer_role: _EnumCodec[TrainerRole, trainer_pb2.TrainerRole.ValueType] = _EnumCodec(
     "trainer role",
     {TrainerRole.ACTOR: trainer_pb2.TRAINER_ROLE_ACTOR, TrainerRole.CRITIC: trainer_pb2.TRAINER_ROLE_CRITIC},
 )

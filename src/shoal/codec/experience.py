@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.codec.enums import finish_reason, score_status
 from shoal.codec.reward import reward_component_from_proto, reward_component_to_proto
@@ -106,18 +108,20 @@ def record_from_proto(message: experience_pb2.ExperienceRecord) -> ExperienceRec
 def _check_record(record: ExperienceRecord) -> None:
     """Check dtypes, that every per-token array has T elements, and that a scored reward is finite."""
     name = f"record {record.uid}/{record.sample_index}/{record.attempt}"
-    arrays = {"response_ids": (record.response_ids, np.int32), "response_mask": (record.response_mask, np.bool_)}
-    arrays["rollout_logprobs"] = (record.rollout_logprobs, np.float32)
+    arrays: dict[str, tuple[NDArray[Any], str]] = {
+        "response_ids": (record.response_ids, "int32"),
+        "response_mask": (record.response_mask, "bool"),
+        "rollout_logprobs": (record.rollout_logprobs, "float32"),
+    }
     if record.token_rewards is not None:
-        arrays["token_rewards"] = (record.token_rewards, np.float32)
+        arrays["token_rewards"] = (record.token_rewards, "float32")
     num_tokens = len(record.response_ids)
     for what, (array, dtype) in arrays.items():
-        if array.shape != (num_tokens,) or array.dtype != dtype:
-            raise CodecError(f"{name}: {what} is {array.dtype.name}{list(array.shape)}; it must be {np.dtype(dtype).name}[{num_tokens}]")
-    if record.prompt_ids.ndim != 1 or record.prompt_ids.dtype != np.int32:
-        raise CodecError(
-            f"{name}: prompt_ids is {record.prompt_ids.dtype.name}{list(record.prompt_ids.shape)}; it must be a vector of int32"
-        )
+        if array.shape != (num_tokens,) or array.dtype.name != dtype:
+            raise CodecError(f"{name}: {what} is {array.dtype.name}{list(array.shape)}; it must be {dtype}[{num_tokens}]")
+    prompt_ids = record.prompt_ids
+    if prompt_ids.ndim != 1 or prompt_ids.dtype != np.int32:
+        raise CodecError(f"{name}: prompt_ids is {prompt_ids.dtype.name}{list(prompt_ids.shape)}; it must be a vector of int32")
     if record.reward_status is ScoreStatus.SCORED and not math.isfinite(record.reward):
         raise CodecError(f"{name}: reward is {record.reward}; a sample without a finite reward must not have the status scored")
     check_spans(record.policy_version_spans, num_tokens)

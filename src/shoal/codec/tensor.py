@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from shoal.errors import CodecError
@@ -26,7 +27,7 @@ _NUMPY_OF: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype(np.uint8),
     "bool": np.dtype(np.bool_),
 }
-_PROTO_OF: dict[str, common_pb2.DataType] = {
+_PROTO_OF: dict[str, common_pb2.DataType.ValueType] = {
     "float32": common_pb2.DATA_TYPE_FLOAT32,
     "float64": common_pb2.DATA_TYPE_FLOAT64,
     "bfloat16": common_pb2.DATA_TYPE_BFLOAT16,
@@ -60,7 +61,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)
 
 
-def dtype_to_proto(name: str) -> common_pb2.DataType:
+def dtype_to_proto(name: str) -> common_pb2.DataType.ValueType:
     """Return the wire value of a codec dtype name. Raises CodecError for an unknown one."""
     numpy_dtype(name)
     return _PROTO_OF[name]
@@ -134,8 +135,6 @@ def parse(message: Any, data: bytes) -> Any:  # noqa: ANN401 - returns its argum
 
     Raises: CodecError: the bytes are not such a message.
     """
-    from google.protobuf.message import DecodeError
-
     try:
         message.ParseFromString(data)
     except DecodeError as error:

@@ -31,7 +31,7 @@ _STATUS_OF: dict[type[ShoalError], grpc.StatusCode] = {
     errors.TransportError: grpc.StatusCode.INTERNAL,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-_CLASS_OF_NAME: dict[str, type[ShoalError]] = {cls.__name__: cls for cls in (ShoalError, *_STATUS_OF)}
+_CLASS_OF_NAME: dict[str, type[ShoalError]] = {ShoalError.__name__: ShoalError} | {cls.__name__: cls for cls in _STATUS_OF}
 _CLASS_OF_STATUS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +22,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthServicer(health_pb2_grpc.HealthServicer):
     """Health of a process: one state for all of its services and for "" (the whole server)."""
 
     def __init__(self) -> None:
@@ -39,14 +40,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._serving = serving
         self._notify()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:  # noqa: N802 - gRPC's name
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:
         """Answer the current state; NOT_FOUND for an unknown name, as the health protocol says."""
         status = self._status(request.service)
         if status == _UNKNOWN:
             raise NotFoundError(f"no service {request.service!r} here; known: {sorted(self._names)}")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Stream the state at once and at each change."""
         last = None
         while True:
@@ -57,7 +58,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
 
-    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+    def _status(self, name: str) -> int:
         if name not in self._names:
             return _UNKNOWN
         return _SERVING if self._serving else _NOT_SERVING
@@ -73,7 +74,7 @@ async def is_serving(address: str, security: SecuritySection, *, timeout_s: floa
     Raises: NotFoundError: the server has no service of that name.
     """
     async with open_channel(address, security) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service_name), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

@@ -11,11 +11,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 
 import grpc
 
-from shoal.errors import CapacityError, InvalidRequestError, ShoalError
+from shoal.errors import CapacityError, InternalError, InvalidRequestError, ShoalError
 from shoal.rpc.catalogue import error_metadata, to_status
 from shoal.rpc.settings import MAX_MESSAGE_BYTES
 from shoal.telemetry.logs import get_logger
@@ -30,11 +30,12 @@ _calls = counter("rpc", "server", "calls", "Calls answered, by method and gRPC s
 _seconds = histogram("rpc", "server_call", "seconds", "Time to answer a call, by method and gRPC status.", ("method", "status"))
 
 # grpcio's handlers and contexts are generic over message types that an interceptor does not know.
-_Handler = Any
-_Context = Any
+_Handler: TypeAlias = Any
+_Context: TypeAlias = Any
+_Message: TypeAlias = Any
 
 
-class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps unary-unary and unary-stream handlers."""
 
     async def intercept_service(
@@ -49,15 +50,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         method = str(handler_call_details.method)
         if handler.request_streaming:
             return handler
+        codecs = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
         if handler.response_streaming:
-            wrapped, make = _wrap_stream(handler.unary_stream, method), grpc.unary_stream_rpc_method_handler
-        else:
-            wrapped, make = _wrap_unary(handler.unary_unary, method), grpc.unary_unary_rpc_method_handler
-        return make(wrapped, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(_wrap_stream(handler.unary_stream, method), **codecs)
+        return grpc.unary_unary_rpc_method_handler(_wrap_unary(handler.unary_unary, method), **codecs)
 
 
-def _wrap_unary(behaviour: Callable[[Any, _Context], Any], method: str) -> Callable[[Any, _Context], Awaitable[Any]]:
-    async def call(request: Any, context: _Context) -> Any:
+def _wrap_unary(behaviour: Callable[[_Message, _Context], Any], method: str) -> Callable[[_Message, _Context], Awaitable[_Message]]:
+    async def call(request: _Message, context: _Context) -> _Message:
         async with _guard(method, context):
             answer = behaviour(request, context)
             if inspect.isawaitable(answer):
@@ -68,8 +68,8 @@ def _wrap_unary(behaviour: Callable[[Any, _Context], Any], method: str) -> Calla
     return call
 
 
-def _wrap_stream(behaviour: Callable[[Any, _Context], Any], method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
-    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
+def _wrap_stream(behaviour: Callable[[_Message, _Context], Any], method: str) -> Callable[[_Message, _Context], AsyncIterator[_Message]]:
+    async def call(request: _Message, context: _Context) -> AsyncIterator[_Message]:
         async with _guard(method, context):
             answers = behaviour(request, context)
             if not hasattr(answers, "__aiter__"):
@@ -97,16 +97,19 @@ async def _guard(method: str, context: _Context) -> AsyncIterator[None]:
     except ShoalError as error:
         status, text = to_status(error)
         log.debug("call_refused", method=method, status=status.name, error=text)
-        await context.abort(status, text, error_metadata(error))
+        await _abort(context, error)
     except grpc.aio.AbortError:
         status = _status_set_by(context)
         raise
     except (asyncio.CancelledError, GeneratorExit):
         status = grpc.StatusCode.CANCELLED
         raise
-    except Exception:  # noqa: BLE001 - the edge of a service: a fault becomes INTERNAL with an id that its log explains
+    except Exception:
+        # The edge of a service: a fault becomes INTERNAL with an id that its log explains.
         status = grpc.StatusCode.INTERNAL
-        await _abort_internal(method, context)
+        error_id = uuid.uuid4().hex[:12]
+        log.exception("call_failed", method=method, error_id=error_id)
+        await _abort(context, InternalError(f"internal error {error_id}; the service's log explains it"))
     finally:
         _calls.labels(method, status.name).inc()
         _seconds.labels(method, status.name).observe(time.perf_counter() - start_s)
@@ -117,7 +120,7 @@ def _require_deadline(method: str, context: _Context) -> None:
         raise InvalidRequestError(f"{method} was called without a deadline; pass a timeout with every call")
 
 
-def _check_size(answer: Any, method: str) -> None:
+def _check_size(answer: _Message, method: str) -> None:
     num_bytes = answer.ByteSize() if hasattr(answer, "ByteSize") else 0
     if num_bytes > MAX_MESSAGE_BYTES:
         raise CapacityError(
@@ -125,13 +128,9 @@ def _check_size(answer: Any, method: str) -> None:
         )
 
 
-async def _abort_internal(method: str, context: _Context) -> NoReturn:
-    error_id = uuid.uuid4().hex[:12]
-    log.exception("call_failed", method=method, error_id=error_id)
-    await context.abort(
-        grpc.StatusCode.INTERNAL, f"internal error {error_id}; the service's log explains it", (("shoal-error", "InternalError"),)
-    )
-    raise AssertionError("abort raises")
+async def _abort(context: _Context, error: ShoalError) -> None:
+    status, text = to_status(error)
+    await context.abort(status, text, error_metadata(error))
 
 
 def _status_set_by(context: _Context) -> grpc.StatusCode:

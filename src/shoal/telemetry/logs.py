@@ -20,21 +20,8 @@ from typing import IO, Protocol, TypeAlias, runtime_checkable
 from shoal.config.models import TelemetrySection
 
 WITHHELD_FIELDS = frozenset(
-    {
-        "prompt",
-        "prompts",
-        "prompt_ids",
-        "response",
-        "responses",
-        "response_ids",
-        "text",
-        "tokens",
-        "token_ids",
-        "messages",
-        "row",
-        "row_json",
-    }
-    | {"password", "token", "secret", "api_key", "authorization"}
+    {"prompt", "prompts", "prompt_ids", "response", "responses", "response_ids", "text", "tokens", "token_ids", "messages"}
+    | {"row", "row_json", "password", "token", "secret", "api_key", "authorization"}
 )
 MAX_FIELD_CHARS = 2000
 _FIELDS_ATTRIBUTE = "shoal_fields"

@@ -34,7 +34,7 @@ def start_metrics_server(port: int, *, host: str = "127.0.0.1") -> int | None:
         server, _ = start_http_server(port, addr=host)
     except OSError as error:
         raise ConfigError(
-            f"telemetry.metrics_port: cannot listen on {host}:{port} ({error.strerror}); choose another port, 0 for a free one or -1 for none"
+            f"telemetry.metrics_port: cannot listen on {host}:{port} ({error.strerror}); choose another port, 0 for a free one, -1 for none"
         ) from error
     return int(server.server_port)
 

@@ -1,0 +1,162 @@
+"""Keeps a service registered with the coordinator.
+
+    async with LeaseKeeper(coordinator_address, service, security) as lease:
+        ...
+        lease.policy_version = 7
+
+States: unregistered -> (Register) -> leased -> (Renew at a third of the lease) -> leased; a lost lease registers again, with the
+current policy_version. An unreachable coordinator is no end: the keeper goes on trying, since coordinators restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from types import TracebackType
+from typing import Self
+
+from shoal.clients.base import ServiceClient
+from shoal.codec.services import service_info_to_proto
+from shoal.config.models import SecuritySection
+from shoal.errors import DeadlineError, NotFoundError, ShoalError, UnavailableError
+from shoal.rpc.retry import backoff_s
+from shoal.rpc.v1 import registry_pb2, registry_pb2_grpc
+from shoal.telemetry.logs import get_logger
+from shoal.types import ServiceInfo
+
+log = get_logger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+
+
+class RegistryClient(ServiceClient):
+    """Plain calls of the registry."""
+
+    def __init__(self, address: str, security: SecuritySection) -> None:
+        super().__init__(address, security)
+        self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
+
+    async def register(self, service: ServiceInfo, *, timeout_s: float) -> tuple[str, float]:
+        """Register or replace a service; return lease id and lease in seconds. Raises InvalidRequestError for another run."""
+        answer = await self._call(self._stub.Register, service_info_to_proto(service), timeout_s)
+        return answer.lease_id, answer.lease_s
+
+    async def renew(self, service_id: str, lease_id: str, *, timeout_s: float) -> float:
+        """Extend a lease; return it in seconds. Raises NotFoundError once it has expired."""
+        request = registry_pb2.RenewRequest(service_id=service_id, lease_id=lease_id)
+        return (await self._call(self._stub.Renew, request, timeout_s)).lease_s
+
+    async def deregister(self, service_id: str, lease_id: str, *, timeout_s: float) -> None:
+        """Give a lease back."""
+        request = registry_pb2.DeregisterRequest(service_id=service_id, lease_id=lease_id)
+        await self._call(self._stub.Deregister, request, timeout_s)
+
+
+class LeaseKeeper:
+    """Registers a service, renews its lease, registers again when it was lost, deregisters at the end.
+
+    Set `policy_version` whenever the served version changes; a new registration reports it.
+    """
+
+    def __init__(
+        self, coordinator_address: str, service: ServiceInfo, security: SecuritySection, *, register_timeout_s: float = 60.0
+    ) -> None:
+        """Prepare; nothing is sent yet.
+
+        Args:
+            register_timeout_s: How long the first registration waits for the coordinator, in seconds.
+        """
+        self.policy_version = service.policy_version
+        self._service = service
+        self._register_timeout_s = register_timeout_s
+        self._client = RegistryClient(coordinator_address, security)
+        self._lease_id = ""
+        self._lease_s = 0.0
+        self._renewing: asyncio.Task[None] | None = None
+        self._owner: asyncio.Task[object] | None = None
+
+    async def run(self) -> None:
+        """Register and keep the lease until cancelled; deregisters then.
+
+        Raises: UnavailableError: the coordinator did not answer in time. InvalidRequestError: it runs another run.
+        """
+        try:
+            await self._register(self._register_timeout_s)
+            await self._renew_forever()
+        finally:
+            await self._leave()
+
+    async def __aenter__(self) -> Self:
+        """Return once registered. Raises as `run`."""
+        try:
+            await self._register(self._register_timeout_s)
+        except BaseException:
+            await self._leave()
+            raise
+        self._owner = asyncio.current_task()
+        self._renewing = asyncio.create_task(self._renew_forever(), name=f"lease-{self._service.service_id}")
+        self._renewing.add_done_callback(self._stop_owner)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Deregister. If keeping the lease failed, the body was cancelled and that failure is raised here."""
+        assert self._renewing is not None  # noqa: S101 - __aenter__ made it
+        self._renewing.remove_done_callback(self._stop_owner)
+        self._renewing.cancel()
+        (result,) = await asyncio.gather(self._renewing, return_exceptions=True)
+        await self._leave()
+        if isinstance(result, Exception):
+            if kind is asyncio.CancelledError and self._owner is not None:
+                self._owner.uncancel()
+            raise result
+
+    def _stop_owner(self, renewing: asyncio.Task[None]) -> None:
+        if not renewing.cancelled() and self._owner is not None:
+            self._owner.cancel()
+
+    async def _register(self, timeout_s: float | None) -> None:
+        """Register, trying again while the coordinator is unavailable; timeout_s None tries for ever."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        attempt = 0
+        while True:
+            attempt += 1
+            service = dataclasses.replace(self._service, policy_version=self.policy_version)
+            try:
+                self._lease_id, self._lease_s = await self._client.register(service, timeout_s=CALL_TIMEOUT_S)
+            except (UnavailableError, DeadlineError) as error:
+                wait_s = backoff_s(attempt)
+                if deadline_s is not None and time.monotonic() + wait_s >= deadline_s:
+                    raise UnavailableError(
+                        f"coordinator at {self._client.address} did not register {service.service_id} within {timeout_s:g} s "
+                        f"({error}); check that it runs and that the address is right"
+                    ) from error
+                log.debug("register_waits", coordinator=self._client.address, error=str(error))
+                await asyncio.sleep(wait_s)
+            else:
+                log.info("registered", service_id=service.service_id, lease_s=self._lease_s, policy_version=service.policy_version)
+                return
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                self._lease_s = await self._client.renew(
+                    self._service.service_id, self._lease_id, timeout_s=min(CALL_TIMEOUT_S, self._lease_s / 3)
+                )
+            except NotFoundError:
+                log.warning("lease_lost", service_id=self._service.service_id)
+                await self._register(None)
+            except (UnavailableError, DeadlineError) as error:
+                log.warning("renew_failed", coordinator=self._client.address, error=str(error))
+
+    async def _leave(self) -> None:
+        try:
+            if self._lease_id:
+                await self._client.deregister(self._service.service_id, self._lease_id, timeout_s=CALL_TIMEOUT_S)
+        except ShoalError as error:
+            # The coordinator may be gone before its services; the lease then runs out.
+            log.debug("deregister_failed", error=str(error))
+        finally:
+            self._lease_id = ""
+            await self._client.close()

@@ -1,0 +1,45 @@
+"""Client of one reward server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.clients.base import ServiceClient
+from shoal.codec.reward import score_result_from_proto, score_sample_to_proto, scorer_description_from_proto
+from shoal.config.models import SecuritySection
+from shoal.errors import CodecError
+from shoal.rpc.v1 import reward_pb2, reward_pb2_grpc
+from shoal.types import ScorerDescription, ScoreResult, ScoreSample
+
+__all__ = ["RewardClient", "ScorerDescription"]
+
+
+class RewardClient(ServiceClient):
+    """Scores on one reward server."""
+
+    def __init__(self, address: str, security: SecuritySection) -> None:
+        super().__init__(address, security)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def describe(self, *, timeout_s: float) -> list[ScorerDescription]:
+        """Return the scorers that the server offers."""
+        answer = await self._call_idempotent(self._stub.DescribeReward, reward_pb2.DescribeRewardRequest(), timeout_s)
+        return [scorer_description_from_proto(scorer) for scorer in answer.scorers]
+
+    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
+        """Score samples; an empty version asks for the newest.
+
+        Returns: The version that scored, and one result per sample in order.
+        Raises:
+            NotFoundError: unknown scorer or version.
+            CodecError: the answer does not match the samples one to one.
+        """
+        request = reward_pb2.ScoreRequest(scorer=scorer, version=version, samples=[score_sample_to_proto(sample) for sample in samples])
+        answer = await self._call_idempotent(self._stub.Score, request, timeout_s)
+        results = [score_result_from_proto(result) for result in answer.results]
+        if [result.sample_id for result in results] != [sample.sample_id for sample in samples]:
+            raise CodecError(
+                f"scorer {scorer} answered {len(results)} results for {len(samples)} samples, or in another order; "
+                "it must answer one result per sample, in order"
+            )
+        return answer.version, results
