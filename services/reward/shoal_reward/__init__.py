@@ -1,0 +1,1 @@
+"""The reward service: named, versioned scorers behind `shoal.rpc.v1.RewardService`."""
