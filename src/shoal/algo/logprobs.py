@@ -5,10 +5,13 @@ Legend: N token positions, H hidden size, V vocabulary rows of the head.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+_Apply: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, int, bool, int], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits held at once: 16 MiB in float32."""
@@ -74,8 +77,8 @@ def token_logprobs(
     if not 0 < size <= head_weight.shape[0]:
         raise ValueError(f"vocab_size is {size}; the head has {head_weight.shape[0]} rows")
     chunk = max(1, chunk_elements // size)
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, head_weight, token_ids, temperature, size, with_entropy, chunk)
-    return logprobs, entropies
+    apply: _Apply = _ChunkedLogprobs.apply  # torch leaves it untyped
+    return apply(hidden, head_weight, token_ids, temperature, size, with_entropy, chunk)
 
 
 def _log_softmax(hidden: Tensor, head_weight: Tensor, temperature: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Names in the configuration -> functions. A new estimator or loss is one pure function and one line here.
 
-`KL_ESTIMATORS` and `LOSS_AGGREGATIONS` lie beside their functions. A function's keyword-only parameters are filled from the configuration fields of the same name by `bind`.
+`KL_ESTIMATORS` and `LOSS_AGGREGATIONS` lie beside their functions. A function's keyword-only parameters are filled from the configuration
+fields of the same name by `bind`.
 """
 
 from __future__ import annotations
