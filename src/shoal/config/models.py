@@ -1,13 +1,17 @@
 """The whole run's configuration: one YAML file, read by every service.
 
-Field docs carry units. Cross-field rules live in `RunConfig.check`; reading files, `--set` overrides and messages in `shoal.config.load`.
+Field docs carry units. Cross-field rules live in `shoal.config.checks`; reading files, `--set` overrides and messages
+in `shoal.config.load`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.config.masking import mask_url
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -216,6 +220,10 @@ class RedisSection(_Section):
 
     url: str = ""
     """redis:// address; empty lets the local supervisor start an embedded server."""
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Keep the password out of reprs and tracebacks."""
+        return [(name, mask_url(value) if name == "url" else value) for name, value in super().__repr_args__()]
 
 
 class SecuritySection(_Section):

@@ -1,0 +1,238 @@
+"""Read a run's YAML file with `--set a.b=c` overrides into a checked RunConfig, and write it back.
+
+Every refusal is a ConfigError that says what, which value, and what to do; secrets in values are masked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shoal.config.checks import check_config, resolve_config
+from shoal.config.masking import mask_url
+from shoal.config.models import RunConfig
+from shoal.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+
+_Tree: TypeAlias = dict[str, Any]
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override, validate and check a configuration.
+
+    Args:
+        path: YAML file with the sections of RunConfig.
+        overrides: "section.field=value", in order; the value is parsed as YAML.
+    Raises: ConfigError: the file or an override cannot be used; all problems are listed, one a line.
+    """
+    tree = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree, source=str(path))
+
+
+def build_config(tree: Mapping[str, object], *, source: str = "configuration") -> RunConfig:
+    """Validate and check a nested mapping, as a YAML file holds it.
+
+    Raises: ConfigError: as load_config; the message starts with `source`.
+    """
+    # A section with all of its lines commented out is the same as none.
+    sections = {name: {} if section is None and name in RunConfig.model_fields else section for name, section in tree.items()}
+    try:
+        config = RunConfig.model_validate(sections)
+        check_config(config)
+    except ValidationError as error:
+        lines = [_explain(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError(_joined(source, lines)) from None
+    except ConfigError as error:
+        raise ConfigError(_joined(source, str(error).splitlines())) from None
+    return resolve_config(config)
+
+
+def dump_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write every field as YAML, atomically; only the owner may read it, since redis.url may hold a password.
+
+    Raises: ConfigError: the folder cannot be written.
+    """
+    target = Path(path)
+    text = yaml.safe_dump(resolve_config(config).model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise ConfigError(f"cannot write {target} ({error.strerror}); check the folder and its permissions") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key given twice in one mapping; YAML would keep the last without a word."""
+
+
+def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[object, object]:
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        key = str(key_node.value)
+        if key in seen and key != "<<":
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return dict(loader.construct_mapping(node, deep=True))
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+
+
+def _read_yaml(path: Path) -> _Tree:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}, is this the right file?"
+            )
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"configuration {path} does not exist; check the path") from None
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read ({error.strerror}); check that it is a file and its permissions") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path} is not UTF-8 text (byte {error.start}); save it as UTF-8 YAML") from error
+    return _parse_tree(text, path)
+
+
+def _parse_tree(text: str, path: Path) -> _Tree:
+    try:
+        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {path} is not YAML: {_yaml_problem(error)}") from None
+    if tree is None:
+        raise ConfigError(f"configuration {path} is empty; it needs at least the sections {', '.join(_required(RunConfig))}")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration {path} holds a {_kind(tree)}; it must be a mapping of sections such as 'run:' and 'model:'")
+    return tree
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    # The full text of the error would quote the line, secrets included.
+    return f"{where}{problem if problem is not None else type(error).__name__}"
+
+
+def _apply_override(tree: _Tree, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {mask_url(override)!r} is not section.field=value; write for example --set run.steps=10")
+    try:
+        value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {dotted}: the value is not YAML ({_yaml_problem(error)}); quote it") from None
+    node = tree
+    for depth, key in enumerate(keys[:-1]):
+        child = node.setdefault(key, {})
+        if child is None:
+            child = node[key] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {dotted}: {'.'.join(keys[: depth + 1])} is not a section but {_kind(child)}; check the name")
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(detail: Mapping[str, Any]) -> str:
+    """Turn one of pydantic's errors into what, value, fix."""
+    location = tuple(str(part) for part in detail["loc"])
+    dotted = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(location)
+    if detail["type"] == "missing":
+        return f"{dotted} is missing{_purpose(location)}; add it"
+    if detail["type"] == "model_type":
+        return f"{dotted} is {_shown(detail['input'])}, but it is a section; write its fields as a mapping"
+    message = str(detail["msg"])
+    message = message[0].lower() + message[1:]
+    return f"{dotted} is {_shown(detail['input'])}, but {message.removeprefix('input ')}{_purpose(location)}{_hint(detail)}"
+
+
+def _hint(detail: Mapping[str, Any]) -> str:
+    if detail["type"] == "string_type" and detail["input"] is not None:
+        return "; put the value in quotes"
+    if detail["type"] == "string_type":
+        return '; write "" for an empty text'
+    return "; change the value"
+
+
+def _unknown_key(location: tuple[str, ...]) -> str:
+    valid = list(_all_keys(RunConfig))
+    dotted = ".".join(location)
+    parent = ".".join(location[:-1])
+    siblings = [key for key in valid if key.rpartition(".")[0] == parent]
+    nearest = _nearest(location[-1], siblings, valid)
+    if nearest:
+        return f"{dotted} is not a known key; did you mean {nearest}?"
+    return f"{dotted} is not a known key; valid here: {', '.join(sorted(key.rpartition('.')[2] for key in siblings))}"
+
+
+def _nearest(name: str, siblings: Sequence[str], valid: Sequence[str]) -> str:
+    """Return the most likely key: the same name in another section, a similar one here, a similar one elsewhere, or ""."""
+    here = {key.rpartition(".")[2]: key for key in siblings}
+    anywhere = {key.rpartition(".")[2]: key for key in valid}
+    if name in anywhere:
+        return anywhere[name]
+    for names, cutoff in ((here, 0.5), (anywhere, 0.75)):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        if near:
+            return names[near[0]]
+    return ""
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _required(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def _purpose(location: tuple[str, ...]) -> str:
+    """Return the field's own documentation, in brackets."""
+    model: Any = RunConfig
+    description: str | None = None
+    for part in location:
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            break
+        model, description = field.annotation, field.description
+    return "" if not description else f" ({description.rstrip('.')})"
+
+
+def _shown(value: object) -> str:
+    text = mask_url(repr(value))
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "list", str: "text", dict: "mapping", int: "number", float: "number", bool: "truth value"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _joined(source: str, lines: Sequence[str]) -> str:
+    return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source} has {len(lines)} problems:\n  " + "\n  ".join(lines)
