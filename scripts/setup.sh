@@ -11,7 +11,7 @@ stamp_file="$venv/.shoal-setup"
 
 accelerator=cpu
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then accelerator=cuda; fi
-stamp=$( { cat pyproject.toml scripts/setup.sh; echo "$accelerator"; pwd; } | sha256sum | cut -d' ' -f1)
+stamp=$( { cat pyproject.toml scripts/setup.sh deploy/overrides-cpu.txt; echo "$accelerator"; pwd; } | sha256sum | cut -d' ' -f1)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp_file" 2>/dev/null || true)" = "$stamp" ]; then
   echo "setup: $venv is up to date ($accelerator), nothing to do"
   exit 0
@@ -24,13 +24,11 @@ echo "setup: building $venv for $accelerator"
 
 # uv does not read pip's find-links, from the environment or from pip.conf.
 find_links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
-overrides=$(mktemp)
-trap 'rm -f "$overrides"' EXIT
 torch_source=()
+overrides=()
 if [ "$accelerator" = cpu ]; then
-  # The CPU wheels of these three break `import transformers` beside torch's CPU build; triton has no use there.
-  printf '%s\n' "torchvision ; sys_platform == 'never'" "torchaudio ; sys_platform == 'never'" \
-    "torchcodec ; sys_platform == 'never'" "triton ; sys_platform == 'never'" >"$overrides"
+  # The CPU wheels of three of these break `import transformers` beside torch's CPU build; triton has no use there.
+  overrides=(--override deploy/overrides-cpu.txt)
   extras=all-cpu,dev
   if [ -n "$find_links" ] && ls ${find_links}/torch-*cpu*.whl >/dev/null 2>&1; then
     export UV_FIND_LINKS=${find_links// /,}
@@ -42,6 +40,6 @@ else
   if [ -n "$find_links" ]; then export UV_FIND_LINKS=${find_links// /,}; fi
 fi
 VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${torch_source[@]}" \
-  --override "$overrides" --editable ".[$extras]"
+  "${overrides[@]}" --editable ".[$extras]"
 echo "$stamp" >"$stamp_file"
 echo "setup: $venv is ready"
