@@ -104,5 +104,7 @@ def _to_shoal(error: redis.exceptions.RedisError, url: str, doing: str) -> Shoal
             f"Redis at {where} cannot be reached while {doing} ({error}): start the server, or correct redis.url (--set redis.url=...)"
         )
     if isinstance(error, redis.exceptions.OutOfMemoryError):
-        return CapacityError(f"Redis at {where} is out of memory while {doing}: raise its maxmemory or lower coordinator.max_pending_groups")
+        return CapacityError(
+            f"Redis at {where} is out of memory while {doing}: raise its maxmemory or lower coordinator.max_pending_groups"
+        )
     return StateError(f"Redis at {where} refused a command while {doing}: {error}")

@@ -83,9 +83,7 @@ class ExperienceQueue:
         """Groups that this object has moved to the dead-letter stream."""
 
     @classmethod
-    async def connect(
-        cls, url: str, run_id: str, max_pending_groups: int, *, max_deliveries: int = MAX_DELIVERIES
-    ) -> ExperienceQueue:
+    async def connect(cls, url: str, run_id: str, max_pending_groups: int, *, max_deliveries: int = MAX_DELIVERIES) -> ExperienceQueue:
         """Connect, and create the run's stream and consumer group if they are missing.
 
         Args:

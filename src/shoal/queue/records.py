@@ -67,7 +67,9 @@ class RecordReader:
             with translated(self._url, f"writing column {name!r}"):
                 missing = int(cast("Any", self._write(keys=list(chunk), args=[name, *values])))
             if missing:
-                raise NotFoundError(f"record {chunk[missing - 1]!r} is gone, its column {name!r} was not written: was it acknowledged already?")
+                raise NotFoundError(
+                    f"record {chunk[missing - 1]!r} is gone, its column {name!r} was not written: was it acknowledged already?"
+                )
 
     def read_column(self, name: str, record_keys: Sequence[str]) -> list[Float32Array]:
         """Read one column of several records.

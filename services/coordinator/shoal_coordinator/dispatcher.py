@@ -1,0 +1,243 @@
+"""Issues prompts to rollout servers and yields finished groups.
+
+Rules:
+- A group goes to the server with the least outstanding tokens; all its samples are generated there.
+- A server that is unavailable, late, stale, drained, removed from the pool, or that answers nonsense loses the group: it
+  is generated again elsewhere, at most rollout.retries times. Seeds come from (run seed, uid, sample, attempt), so a run
+  without failures is reproducible whichever server does the work.
+- After the last attempt timed out, the samples that did finish are used; without any, the group is dropped and counted.
+- Completions without tokens are excluded and counted: there is nothing to train on.
+
+Legend: T response tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from shoal.config.models import RolloutSection
+from shoal.errors import DeadlineError, InternalError, StalePolicyError, UnavailableError
+from shoal.types import Completion, FinishReason, SamplingParams
+from shoal_coordinator.prompts import PromptTask
+from shoal_coordinator.server_pool import ServerLease, ServerPool
+from shoal_coordinator.stage_clock import Stage, StageClock
+
+MAX_CONCURRENT_GROUPS = 1024
+_RETRIED = (UnavailableError, DeadlineError, StalePolicyError, InternalError)
+
+
+class RolloutEndpoint(Protocol):
+    """What the dispatcher needs of a rollout client."""
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_samples: int,
+        seeds: Sequence[int] = (),
+        min_policy_version: int = 0,
+        *,
+        timeout_s: float,
+    ) -> AsyncIterator[Completion]:
+        """Stream the completions of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """How to generate for every prompt of a call. seed None leaves sampling to the engine (greedy evaluation)."""
+
+    sampling: SamplingParams
+    num_samples: int
+    seed: int | None
+    min_policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedGroup:
+    """A prompt's completions from one server, by sample_index; completions may be fewer than asked for, or none.
+
+    num_empty completions had no token, num_missing did not finish in time; both are left out.
+    """
+
+    task: PromptTask
+    attempt: int
+    server_id: str
+    sampling: SamplingParams
+    completions: tuple[Completion, ...]
+    num_empty: int = 0
+    num_missing: int = 0
+
+
+class Dispatcher:
+    """Generates groups concurrently; used from the event loop alone.
+
+    Args:
+        pool: rollout servers; changes at any time.
+        config: deadlines, retries.
+        run_id: prefix of request ids.
+        vocab_size: sampled ids must be below it.
+        clock: counts open Generate calls as rollout time.
+        wait_for_server_s: bound of waiting for a server when there is none.
+        max_concurrent_groups: most groups in flight.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool[RolloutEndpoint],
+        config: RolloutSection,
+        *,
+        run_id: str,
+        vocab_size: int,
+        clock: StageClock,
+        wait_for_server_s: float,
+        max_concurrent_groups: int = MAX_CONCURRENT_GROUPS,
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._run_id = run_id
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._wait_for_server_s = wait_for_server_s
+        self._slots = asyncio.Semaphore(max_concurrent_groups)
+
+    async def generate(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> AsyncIterator[list[GeneratedGroup]]:
+        """Generate all tasks at once and yield groups as they finish, as many together as have finished meanwhile.
+
+        Close the iterator (`contextlib.aclosing`) when leaving early: that cancels what still runs.
+        Raises: ShoalError: a group failed for good; the others are cancelled.
+        """
+        running = {asyncio.create_task(self._generate_group(task, request)) for task in tasks}
+        try:
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                yield [finished.result() for finished in done]
+        finally:
+            for left in running:
+                left.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _generate_group(self, task: PromptTask, request: GenerationRequest) -> GeneratedGroup:
+        failed_on: list[str] = []
+        async with self._slots:
+            while True:
+                server = await self._pool.pick(self._wait_for_server_s, failed_on)
+                finished: list[Completion] = []
+                attempt = len(failed_on)
+                try:
+                    await self._attempt(server, task, request, attempt, finished)
+                except _RETRIED as error:
+                    failed_on.append(server.server_id)
+                    if len(failed_on) <= self._config.retries:
+                        continue
+                    if not isinstance(error, DeadlineError):
+                        raise type(error)(f"group {task.uid!r} failed on {', '.join(failed_on)}; last: {error}") from error
+                    check_completions(finished, server.server_id, self._vocab_size)
+                return _as_group(task, request, attempt, server.server_id, finished)
+
+    async def _attempt(
+        self, server: ServerLease[RolloutEndpoint], task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
+    ) -> None:
+        num_tokens = task.prompt_ids.size + request.num_samples * request.sampling.max_new_tokens
+        with self._pool.working(server, num_tokens), self._clock.measure(Stage.ROLLOUT):
+            await _unless_gone(server, self._collect(server.client, task, request, attempt, finished))
+        if sorted(completion.sample_index for completion in finished) != list(range(request.num_samples)):
+            raise InternalError(
+                f"rollout server {server.server_id!r} answered {len(finished)} of {request.num_samples} completions, or one twice"
+            )
+        check_completions(finished, server.server_id, self._vocab_size)
+
+    async def _collect(
+        self, client: RolloutEndpoint, task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
+    ) -> None:
+        stream = client.generate(
+            f"{self._run_id}/{task.uid}/{attempt}",
+            task.prompt_ids.tolist(),
+            request.sampling,
+            request.num_samples,
+            seeds_of(request, task.uid, attempt),
+            request.min_policy_version,
+            timeout_s=self._config.request_timeout_s,
+        )
+        async for completion in stream:
+            finished.append(completion)
+
+
+def sample_seed(run_seed: int, uid: str, sample_index: int, attempt: int) -> int:
+    """Seed of one sample: 63 bits of xxh3 of its identity."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{uid}/{sample_index}/{attempt}") & (2**63 - 1)
+
+
+def seeds_of(request: GenerationRequest, uid: str, attempt: int) -> list[int]:
+    """Seeds of all samples of a group; empty for greedy requests."""
+    if request.seed is None:
+        return []
+    return [sample_seed(request.seed, uid, sample_index, attempt) for sample_index in range(request.num_samples)]
+
+
+def training_request(config: RolloutSection, *, seed: int, stop_token_ids: tuple[int, ...], min_policy_version: int) -> GenerationRequest:
+    """Sampling for training, as configured."""
+    sampling = SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=config.ignore_eos,
+    )
+    return GenerationRequest(sampling=sampling, num_samples=config.group_size, seed=seed, min_policy_version=min_policy_version)
+
+
+async def _unless_gone(server: ServerLease[RolloutEndpoint], work: Coroutine[None, None, None]) -> None:
+    """Run work, but give up as soon as the server has left the pool."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(server.gone.wait())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise UnavailableError(f"rollout server {server.server_id!r} left while it was generating")
+        working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def check_completions(completions: Sequence[Completion], server_id: str, vocab_size: int) -> None:
+    """Refuse what an engine cannot have sampled.
+
+    Raises:
+        InternalError: names the server and what is wrong with its answer.
+        UnavailableError: the server aborted a sample.
+    """
+    if not completions:
+        return
+    if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
+        raise UnavailableError(f"rollout server {server_id!r} aborted a sample")
+    if any(completion.response_ids.size != completion.rollout_logprobs.size for completion in completions):
+        raise InternalError(f"rollout server {server_id!r} answered another number of log-probabilities than of tokens")
+    ids = np.concatenate([completion.response_ids for completion in completions])
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise InternalError(f"rollout server {server_id!r} answered id {int(outside[0])}, outside the vocabulary of {vocab_size}")
+    if not np.isfinite(np.concatenate([completion.rollout_logprobs for completion in completions])).all():
+        raise InternalError(f"rollout server {server_id!r} answered log-probabilities that are not finite")
+
+
+def _as_group(task: PromptTask, request: GenerationRequest, attempt: int, server_id: str, finished: Sequence[Completion]) -> GeneratedGroup:
+    usable = sorted((completion for completion in finished if completion.response_ids.size), key=lambda completion: completion.sample_index)
+    return GeneratedGroup(
+        task=task,
+        attempt=attempt,
+        server_id=server_id,
+        sampling=request.sampling,
+        completions=tuple(usable),
+        num_empty=len(finished) - len(usable),
+        num_missing=request.num_samples - len(finished),
+    )

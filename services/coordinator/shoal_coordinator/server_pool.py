@@ -1,0 +1,107 @@
+"""Live servers of one kind, and how much work each has: the least loaded one gets the next piece.
+
+Used from the event loop alone. Registration adds a server, an expired lease or fencing removes it; whoever works on it
+then is told through `ServerLease.gone`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shoal.errors import UnavailableError
+from shoal_coordinator.waiting import WaitBoard
+
+ClientT = TypeVar("ClientT")
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerLease(Generic[ClientT]):
+    """A server that work is being given to. outstanding is the work (tokens) on it; gone is set when it leaves the pool."""
+
+    server_id: str
+    client: ClientT
+    outstanding: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ServerPool(Generic[ClientT]):
+    """Servers by id.
+
+    Args:
+        what: names the kind in messages, such as "rollout server".
+        waits: shows on whom the dispatcher waits.
+    """
+
+    def __init__(self, what: str, waits: WaitBoard) -> None:
+        self._what = what
+        self._waits = waits
+        self._servers: dict[str, ServerLease[ClientT]] = {}
+        self._changed = asyncio.Event()
+
+    def add(self, server_id: str, client: ClientT) -> None:
+        """Give a server traffic; one under the same id is replaced, as after a restart."""
+        self.remove(server_id)
+        self._servers[server_id] = ServerLease(server_id=server_id, client=client)
+        self._wake()
+
+    def remove(self, server_id: str) -> None:
+        """Give a server no more traffic and tell those who wait for its answers; unknown ids are ignored."""
+        server = self._servers.pop(server_id, None)
+        if server is not None:
+            server.gone.set()
+            self._wake()
+
+    def server_ids(self) -> tuple[str, ...]:
+        """Ids of the servers that take traffic, sorted."""
+        return tuple(sorted(self._servers))
+
+    async def pick(self, timeout_s: float, avoid: Collection[str] = (), patience_s: float = 1.0) -> ServerLease[ClientT]:
+        """Choose the server with the least outstanding work, waiting for one if there is none.
+
+        Args:
+            timeout_s: how long to wait for any server.
+            avoid: servers that have just failed; one of them is chosen only when no other came within patience_s.
+            patience_s: see avoid; it also spaces retries on a lone server that restarts.
+        Raises: UnavailableError: no server within timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        avoid_until = min(deadline, time.monotonic() + patience_s)
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            server = self._least_loaded(avoid if now < avoid_until else ())
+            if server is not None:
+                return server
+            if now >= deadline:
+                raise UnavailableError(
+                    f"no {self._what} was registered for {timeout_s:g} s: start one, and look into the log of the last one"
+                )
+            await self._wait_for_change((avoid_until if now < avoid_until else deadline) - now)
+
+    @contextmanager
+    def working(self, server: ServerLease[ClientT], amount: int) -> Iterator[None]:
+        """Count amount (tokens) as outstanding on server while the block runs."""
+        server.outstanding += amount
+        try:
+            yield
+        finally:
+            server.outstanding -= amount
+
+    def _least_loaded(self, avoid: Collection[str]) -> ServerLease[ClientT] | None:
+        candidates = [server for server_id, server in self._servers.items() if server_id not in avoid]
+        return min(candidates, key=lambda server: (server.outstanding, server.server_id), default=None)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        with self._waits.waiting("dispatcher", (self._what,), f"a {self._what} that takes traffic"):
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError:
+                return
+
+    def _wake(self) -> None:
+        self._changed.set()
