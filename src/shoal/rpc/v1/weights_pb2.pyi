@@ -608,3 +608,29 @@ class AbortSourceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortSourceResponse: _TypeAlias = AbortSourceResponse  # noqa: Y015
+
+@_typing.final
+class PrepareRankRequest(_message.Message):
+    """Between the ranks of a gang: rank 0 hands PrepareSource on, with the shards of all ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___PrepareSourceRequest: ...
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceShard]: ...
+    def __init__(
+        self,
+        *,
+        request: Global___PrepareSourceRequest | None = ...,
+        shards: _abc.Iterable[Global___SourceShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRankRequest: _TypeAlias = PrepareRankRequest  # noqa: Y015
