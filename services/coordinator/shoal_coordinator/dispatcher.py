@@ -14,7 +14,8 @@ Legend: T response tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +23,15 @@ import numpy as np
 import xxhash
 
 from shoal.config.models import RolloutSection
-from shoal.errors import DeadlineError, InternalError, StalePolicyError, UnavailableError
+from shoal.errors import CodecError, DeadlineError, InternalError, StateError, UnavailableError
 from shoal.types import Completion, FinishReason, SamplingParams
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.server_pool import ServerLease, ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
 
 MAX_CONCURRENT_GROUPS = 1024
-_RETRIED = (UnavailableError, DeadlineError, StalePolicyError, InternalError)
+# StateError: the server's policy is older than asked for.
+_RETRIED = (UnavailableError, DeadlineError, StateError, InternalError, CodecError)
 
 
 class RolloutEndpoint(Protocol):
@@ -45,7 +47,7 @@ class RolloutEndpoint(Protocol):
         min_policy_version: int = 0,
         *,
         timeout_s: float,
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         """Stream the completions of one prompt."""
 
 
@@ -107,7 +109,7 @@ class Dispatcher:
         self._wait_for_server_s = wait_for_server_s
         self._slots = asyncio.Semaphore(max_concurrent_groups)
 
-    async def generate(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> AsyncIterator[list[GeneratedGroup]]:
+    async def generate(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> AsyncGenerator[list[GeneratedGroup], None]:
         """Generate all tasks at once and yield groups as they finish, as many together as have finished meanwhile.
 
         Close the iterator (`contextlib.aclosing`) when leaving early: that cancels what still runs.
@@ -156,7 +158,7 @@ class Dispatcher:
     async def _collect(
         self, client: RolloutEndpoint, task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
     ) -> None:
-        stream = client.generate(
+        call = client.generate(
             f"{self._run_id}/{task.uid}/{attempt}",
             task.prompt_ids.tolist(),
             request.sampling,
@@ -165,8 +167,9 @@ class Dispatcher:
             request.min_policy_version,
             timeout_s=self._config.request_timeout_s,
         )
-        async for completion in stream:
-            finished.append(completion)
+        async with aclosing(call) as stream:
+            async for completion in stream:
+                finished.append(completion)  # noqa: PERF401 - what came before an error counts
 
 
 def sample_seed(run_seed: int, uid: str, sample_index: int, attempt: int) -> int:

@@ -160,9 +160,10 @@ class ExperienceCollector:
 
     def _check_share(self, collected: CollectedExperience, num_samples: int) -> None:
         if collected.num_unscored > self._max_unscored_share * num_samples:
+            reason = collected.first_unscored_message or "none given"
             raise StateError(
-                f"scorer {self._scorer_name!r} left {collected.num_unscored} of {num_samples} samples unscored, above reward.max_unscored_share "
-                f"{self._max_unscored_share:g}; first reason: {collected.first_unscored_message or 'none given'}: repair the scorer or raise the limit"
+                f"scorer {self._scorer_name!r} left {collected.num_unscored} of {num_samples} samples unscored, above "
+                f"reward.max_unscored_share {self._max_unscored_share:g}; first reason: {reason}: repair the scorer or raise the limit"
             )
 
     @staticmethod

@@ -141,8 +141,8 @@ def load_prompt_rows(
         progress(start + len(chunk), len(rows))
     if len(usable) < min_rows:
         raise DataError(
-            f"{path}: {len(usable)} of {len(rows)} rows are usable (prompts of at most {rule.longest} tokens), but a batch needs {min_rows}: "
-            "add rows, raise data.max_prompt_tokens, or lower rollout.prompts_per_step"
+            f"{path}: {len(usable)} of {len(rows)} rows are usable (prompts of at most {rule.longest} tokens), but a batch needs "
+            f"{min_rows}: add rows, raise data.max_prompt_tokens, or lower rollout.prompts_per_step"
         )
     return usable
 

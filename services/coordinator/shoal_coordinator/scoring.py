@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shoal.config.models import RewardSection
-from shoal.errors import InternalError, InvalidRequestError, NotFoundError, ShoalError
-from shoal.rpc.retry import call_idempotent
+from shoal.errors import InternalError, InvalidRequestError, NotFoundError, ShoalError, UnavailableError
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 from shoal_coordinator.dispatcher import GeneratedGroup
 from shoal_coordinator.server_pool import ServerPool
@@ -25,12 +25,12 @@ GROUPS_PER_CALL = 8
 """Few enough that a call's deadline (reward.timeout_s for each of its groups) stays bounded."""
 
 MAX_CONCURRENT_CALLS = 4
-MAX_ATTEMPTS = 12
-"""With the retry's back-off about 8 s: a reward server's restart is survived."""
+MAX_FAILOVERS = 2
+"""A client retries on its own server; after that another server, or a restarted one, is tried so often."""
 
 
 class RewardEndpoint(Protocol):
-    """What scoring needs of a reward client; it must not retry by itself."""
+    """What scoring needs of a reward client."""
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
         """Score samples; returns the scorer's version and one result per sample, in order."""
@@ -110,9 +110,7 @@ class GroupScorer:
         if not samples:
             return "", self._config.version, []
         try:
-            service, (version, results) = await call_idempotent(
-                lambda remaining_s: self._call_once(samples, remaining_s), timeout_s, max_attempts=MAX_ATTEMPTS
-            )
+            service, (version, results) = await self._call_servers(samples, timeout_s)
             return service, version, checked_results(samples, results)
         except (NotFoundError, InvalidRequestError) as error:
             raise type(error)(f"reward.scorer {self._config.scorer!r} cannot score: {error}") from error
@@ -121,11 +119,21 @@ class GroupScorer:
             failed = [ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message=message) for sample in samples]
             return "", self._config.version, failed
 
-    async def _call_once(self, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, tuple[str, list[ScoreResult]]]:
-        server = await self._pool.pick(timeout_s)
-        with self._pool.working(server, sum(sample.num_response_tokens for sample in samples)):
-            answer = await server.client.score(self._config.scorer, self._config.version, samples, timeout_s=timeout_s)
-        return server.server_id, answer
+    async def _call_servers(self, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, tuple[str, list[ScoreResult]]]:
+        """Ask the least loaded server; where it is unavailable, another one or its successor."""
+        deadline = time.monotonic() + timeout_s
+        num_tokens = sum(sample.num_response_tokens for sample in samples)
+        failed_on: list[str] = []
+        while True:
+            server = await self._pool.pick(max(0.0, deadline - time.monotonic()), failed_on)
+            left_s = max(0.001, deadline - time.monotonic())
+            try:
+                with self._pool.working(server, num_tokens):
+                    return server.server_id, await server.client.score(self._config.scorer, self._config.version, samples, timeout_s=left_s)
+            except UnavailableError:
+                failed_on.append(server.server_id)
+                if len(failed_on) > MAX_FAILOVERS or time.monotonic() >= deadline:
+                    raise
 
 
 def checked_results(samples: Sequence[ScoreSample], results: Sequence[ScoreResult]) -> list[ScoreResult]:

@@ -83,9 +83,10 @@ class HuggingFaceTokenizer:
             return prompt
         if not self._tokenizer.chat_template:
             raise DataError("the prompt is a list of chat messages, but the tokenizer has no chat template: give plain strings")
+        # A template is the model's own code and raises what it likes.
         try:
             rendered: str = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # noqa: BLE001 - a template is the model's own code and raises what it likes
+        except Exception as error:
             raise DataError(f"the chat template refused the prompt: {type(error).__name__}: {error}") from error
         return rendered
 
@@ -122,6 +123,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> HuggingFace
     """
     from transformers import PreTrainedTokenizerFast
 
+    # transformers raises many kinds for a bad folder.
     try:
         if not trust_remote_code and _has_tokenizer_json(path):
             return HuggingFaceTokenizer(PreTrainedTokenizerFast.from_pretrained(path))
@@ -129,7 +131,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> HuggingFace
         from transformers import AutoTokenizer
 
         return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for a bad folder
+    except Exception as error:
         raise ConfigError(f"model.path {path!r} has no readable tokenizer ({type(error).__name__}: {error})") from error
 
 
