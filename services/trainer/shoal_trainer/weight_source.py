@@ -7,8 +7,7 @@ Only local tensors are touched, so a rank never holds more of the model than its
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,22 +15,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.errors import ShoalError, StateError, TransportError
+from shoal.telemetry.logs import get_logger
 from shoal.types.weights import Box, CopyDigest, SinkLayout, SinkWorkerLayout, SourceShard
 from shoal.weights.planner import Copy, plan_copies
 from shoal.weights.transports.base import SourceTransport, StagingWriter
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PreparedPush:
     push_id: str
     policy_version: int
-    plan_hash: str
     copies: tuple[Copy, ...]
-    num_bytes: int
     workers: Mapping[tuple[str, int], SinkWorkerLayout]
     server_ids: tuple[str, ...]
+
+    def num_bytes_to(self, server_ids: Collection[str]) -> int:
+        """Bytes that this rank writes into some servers."""
+        return sum(copy.num_bytes for copy in self.copies if copy.server_id in server_ids)
 
 
 class WeightSource:
@@ -42,15 +44,27 @@ class WeightSource:
         rank: this process in the gang.
         world_size: processes in the gang.
         transport: the trainer's end of the push's transport; closed by `close`.
+        policy_version: tells the version that the parameters hold now, so that no other version is ever sent under a push's name;
+            None leaves that to the caller.
     """
 
-    def __init__(self, named_parameters: Mapping[str, DTensor | Tensor], rank: int, world_size: int, transport: SourceTransport) -> None:
+    def __init__(
+        self,
+        named_parameters: Mapping[str, DTensor | Tensor],
+        rank: int,
+        world_size: int,
+        transport: SourceTransport,
+        policy_version: Callable[[], int] | None = None,
+    ) -> None:
+        self._held_version = policy_version
         self._parameters = dict(named_parameters)
         self._rank = rank
         self._world_size = world_size
         self._transport = transport
         self._boxes = {name: local_box(name, parameter) for name, parameter in self._parameters.items()}
         self._push: _PreparedPush | None = None
+        self.transferred_bytes = 0
+        """Bytes that the last transfer wrote, servers that failed not counted."""
 
     def describe(self) -> list[SourceShard]:
         """Name the shard of every tensor that this rank holds; empty shards are left out."""
@@ -72,39 +86,46 @@ class WeightSource:
             sinks: layouts of the rollout servers.
         Returns: hash of the whole plan (the same on every rank), number of this rank's copies, bytes that they write.
         Raises: TransportError: the layouts cannot be matched; names the parameter.
+            StateError: the parameters are of another version.
         """
         self._push = None
+        self._check_version(policy_version)
+        strangers = sorted({shard.rank for shard in all_shards}.difference(range(self._world_size)))
+        if strangers:
+            msg = f"shards of ranks {strangers} do not belong to a gang of {self._world_size}"
+            raise TransportError(msg)
         plan = plan_copies(all_shards, sinks)
         copies = plan.copies_of(self._rank)
         self._push = _PreparedPush(
             push_id=push_id,
             policy_version=policy_version,
-            plan_hash=plan.plan_hash,
             copies=copies,
-            num_bytes=sum(copy.num_bytes for copy in copies),
             workers={(sink.server_id, worker.worker_rank): worker for sink in sinks for worker in sink.workers},
             server_ids=tuple(sink.server_id for sink in sinks),
         )
-        return plan.plan_hash, len(copies), self._push.num_bytes
+        return plan.plan_hash, len(copies), sum(copy.num_bytes for copy in copies)
 
     def transfer(self, push_id: str) -> dict[str, list[CopyDigest]]:
         """Write this rank's slices into every sink; may be repeated for the same push.
 
         Returns: digests of the written copies per server id. A server whose staging cannot be written is logged and left out,
             so that the other servers still get the push.
-        Raises: StateError: this push is not the prepared one.
+        Raises: StateError: this push is not the prepared one, or the parameters have moved on to another version.
         """
         push = self._push
         if push is None or push.push_id != push_id:
             prepared = "none" if push is None else push.push_id
             msg = f"push {push_id} is not prepared on rank {self._rank} (prepared: {prepared}); call prepare first"
             raise StateError(msg)
+        self._check_version(push.policy_version)
         digests: dict[str, list[CopyDigest]] = {}
+        self.transferred_bytes = 0
         for server_id in push.server_ids:
             try:
                 digests[server_id] = self._transfer_to(push, server_id)
             except ShoalError as error:
-                log.warning("weight_transfer_failed push_id=%s server_id=%s rank=%d reason=%s", push_id, server_id, self._rank, error)
+                log.warning("weight_transfer_failed", push_id=push_id, server_id=server_id, rank=self._rank, reason=str(error))
+        self.transferred_bytes = push.num_bytes_to(digests)
         return digests
 
     def abort(self, push_id: str) -> None:
@@ -116,6 +137,11 @@ class WeightSource:
         """Let go of the sinks' staging buffers."""
         self._push = None
         self._transport.close()
+
+    def _check_version(self, policy_version: int) -> None:
+        if self._held_version is not None and (held := self._held_version()) != policy_version:
+            msg = f"rank {self._rank} holds policy version {held}, the push is for {policy_version}; start a push of the held version"
+            raise StateError(msg)
 
     def _transfer_to(self, push: _PreparedPush, server_id: str) -> list[CopyDigest]:
         writers: dict[int, StagingWriter] = {}
