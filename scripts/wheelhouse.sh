@@ -9,7 +9,9 @@ mkdir -p "$out"
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 "$venv/bin/uv" pip freeze --python "$venv/bin/python" --exclude-editable >"$pins"
-# Needed by the build itself, and by redis on Python before 3.11.3.
-printf '%s\n' hatchling editables pathspec pluggy trove-classifiers async-timeout uv >>"$pins"
-"$venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --prefer-binary --dest "$out" --requirement "$pins"
+# Needed by redis on Python before 3.11.3, and by the image build.
+printf '%s\n' async-timeout uv >>"$pins"
+download() { "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --prefer-binary --dest "$out" "$@"; }
+download --no-deps --requirement "$pins"
+download "hatchling>=1.27" # with what it needs
 echo "wheelhouse: $(ls "$out"/*.whl | wc -l) wheels, $(du -sh "$out" | cut -f1)"
