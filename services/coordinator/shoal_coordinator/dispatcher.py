@@ -174,7 +174,7 @@ class Dispatcher:
 
 def sample_seed(run_seed: int, uid: str, sample_index: int, attempt: int) -> int:
     """Seed of one sample: 63 bits of xxh3 of its identity."""
-    return xxhash.xxh3_64_intdigest(f"{run_seed}/{uid}/{sample_index}/{attempt}") & (2**63 - 1)
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{uid}/{sample_index}/{attempt}".encode()) & (2**63 - 1)
 
 
 def seeds_of(request: GenerationRequest, uid: str, attempt: int) -> list[int]:

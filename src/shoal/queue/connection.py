@@ -23,7 +23,7 @@ from shoal.errors import CapacityError, ConfigError, ShoalError, StateError, Una
 
 CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 10.0
-BLOCK_SLICE_S = 2.0
+BLOCK_SLICE_S = 1.0
 NUM_RETRIES = 8
 """With the back-off below about 4 s in all: a Redis restart is survived."""
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import redis.asyncio
 import redis.exceptions
 
 from shoal.codec.experience import record_to_bytes
@@ -56,12 +55,6 @@ return #fresh
 """
 
 
-class _Script(Protocol):
-    """A registered Lua script."""
-
-    def __call__(self, keys: Sequence[str], args: Sequence[Any], client: Any) -> Awaitable[Any]: ...
-
-
 class ExperienceQueue:
     """The coordinator's side of the queue; make one with `connect`."""
 
@@ -72,9 +65,10 @@ class ExperienceQueue:
         self._dead = keys.dead_letter_key(run_id)
         self._max_pending_groups = max_pending_groups
         self._max_deliveries = max_deliveries
-        self._redis = open_async(url)
-        self._blocking = open_async(url, blocking=True)
-        self._put: _Script = cast("_Script", self._redis.register_script(_PUT_SCRIPT))
+        # Any: redis-py types replies as unions over both protocols and both kinds of decoding.
+        self._redis: Any = open_async(url)
+        self._blocking: Any = open_async(url, blocking=True)
+        self._put: Any = self._redis.register_script(_PUT_SCRIPT)
         self._held: set[str] = set()
         # True while entries may be pending that this object does not hold.
         self._look_for_pending = True
@@ -225,7 +219,7 @@ class ExperienceQueue:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for script_keys, arguments in groups:
                     await self._put(keys=script_keys, args=arguments, client=pipe)
-                return [int(answer) for answer in await pipe.execute()]
+                return list(await pipe.execute())
 
     async def _wait_for_room(self, deadline: float, num_waiting: int, timeout_s: float) -> None:
         remaining_s = deadline - time.monotonic()
@@ -273,6 +267,8 @@ class ExperienceQueue:
         block_ms = max(1, int(1000 * min(remaining_s, BLOCK_SLICE_S)))
         streams = {self._stream: ">"}
         answer = await self._blocking.xreadgroup(keys.CONSUMER_GROUP, keys.CONSUMER, streams, count=num_groups, block=block_ms)
+        # A read that was cancelled earlier may still be blocked in the server and take an entry into its closed connection.
+        self._look_for_pending = not answer
         return self._hold([(entry_id, fields, 1) for entry_id, fields in (answer[0][1] if answer else ())])
 
     def _hold(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes], int]]) -> list[QueuedGroup]:
@@ -287,7 +283,7 @@ class ExperienceQueue:
         reason = f"delivered {num_deliveries} times without being acknowledged (limit {self._max_deliveries})"
         async with self._redis.pipeline(transaction=True) as pipe:
             note = {b"entry_id": entry_id, b"reason": reason.encode()}
-            pipe.xadd(self._dead, cast("Any", note | fields), maxlen=MAX_DEAD_GROUPS, approximate=True)
+            pipe.xadd(self._dead, note | fields, maxlen=MAX_DEAD_GROUPS, approximate=True)
             pipe.xack(self._stream, keys.CONSUMER_GROUP, entry_id)
             pipe.xdel(self._stream, entry_id)
             for record in fields:
