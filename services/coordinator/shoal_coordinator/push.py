@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 
 ABORT_TIMEOUT_S = 5.0
 """Deadline of ABORT: what a failed push may add to the deadlines of its stages."""
-COMMIT_ASKS = 4
-COMMIT_PAUSE_S = 0.2
+COMMIT_ASKS = 2
+"""An unavailable server is tried again by its client; this is for an answer that was lost."""
 _UNKNOWN_OUTCOME = (TimeoutError, UnavailableError, DeadlineError, InternalError, TransportError)
 """After these a sink may or may not have committed; any other ShoalError is a refusal."""
 
@@ -273,7 +273,6 @@ class WeightPush:
             outcome = await _outcome(commit, timeout_s)
             if not isinstance(outcome, _UNKNOWN_OUTCOME) or not asks_left:
                 break
-            await asyncio.sleep(min(COMMIT_PAUSE_S, remaining_s / 8))
         if isinstance(outcome, Exception):
             self._fail(server_id, _reason(outcome))
         elif outcome.policy_version != self._policy_version:
