@@ -28,6 +28,8 @@ from shoal.types import ServiceInfo
 log = get_logger(__name__)
 
 CALL_TIMEOUT_S = 5.0
+# A coordinator that grants next to nothing must not make its services spin.
+MIN_RENEW_INTERVAL_S = 0.05
 
 
 class RegistryClient(ServiceClient):
@@ -139,7 +141,7 @@ class LeaseKeeper:
 
     async def _renew_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / 3)
+            await asyncio.sleep(max(self._lease_s / 3, MIN_RENEW_INTERVAL_S))
             try:
                 self._lease_s = await self._client.renew(
                     self._service.service_id, self._lease_id, timeout_s=min(CALL_TIMEOUT_S, self._lease_s / 3)
