@@ -1,0 +1,163 @@
+"""A whole push: FSDP2 shards of real gloo ranks, gRPC, shared memory, and a tensor-parallel sink with fused parameters.
+
+Only the engine is missing: the sink stages, digests and swaps, but serves nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from shoal_coordinator.push import PushReport, push
+from shoal_trainer.weight_servicer import SERVICE_NAME, WeightSourceServicer
+
+from shoal.clients.weights import WeightSourceClient
+from shoal.config.models import PushSection, SecuritySection
+from shoal.rpc.server import RpcServer
+from shoal.rpc.v1 import weights_pb2_grpc
+from shoal.weights.stages import PushStage
+from tests.helpers.push_gang import COUNT_COLLECTIVES, UPDATE, PipeGang, full_parameters
+from tests.helpers.shm_sink import ShmSink, expected_parameters
+
+DEADLINES = PushSection(prepare_timeout_s=30, transfer_timeout_s=30, verify_timeout_s=30, commit_timeout_s=30)
+
+
+@asynccontextmanager
+async def served(gang: PipeGang) -> AsyncIterator[WeightSourceClient]:
+    """The gang behind a real gRPC server, and a client of it."""
+    server = RpcServer("127.0.0.1", 0, SecuritySection())
+    server.add(
+        lambda grpc_server: weights_pb2_grpc.add_WeightSourceServiceServicer_to_server(WeightSourceServicer(gang), grpc_server),
+        SERVICE_NAME,
+    )
+    port = await server.start()
+    try:
+        async with WeightSourceClient(f"127.0.0.1:{port}", SecuritySection()) as client:
+            yield client
+    finally:
+        await server.stop(1.0)
+
+
+def flip_a_bit(sink: ShmSink) -> None:
+    """Damage one staged byte of the second worker."""
+    sink.staged(1)["model.norm.weight"].view(torch.uint8)[5] ^= 1
+
+
+class Rig:
+    """A gang and the version that it holds."""
+
+    def __init__(self, gang: PipeGang, tied: bool) -> None:
+        self.gang = gang
+        self.tied = tied
+        self.version = 0
+
+    async def push_next(self, client: WeightSourceClient, *sinks: ShmSink) -> PushReport:
+        await self.gang.run(UPDATE, b"", 30)
+        self.version += 1
+        return await self.push_again(client, *sinks)
+
+    async def push_again(self, client: WeightSourceClient, *sinks: ShmSink) -> PushReport:
+        return await push(client, {sink.stage().server_id: sink for sink in sinks}, self.version, DEADLINES)
+
+    def check_serves(self, sink: ShmSink, version: int) -> None:
+        """The sink holds exactly the parameters of one version, each bit."""
+        full = full_parameters(tied=self.tied, num_updates=version)
+        if self.tied:
+            full["lm_head.weight"] = full["model.embed_tokens.weight"]
+        assert sink.served_version == version
+        for worker, held in zip(sink.stage().workers, sink.served, strict=True):
+            for name, expected in expected_parameters(worker, full).items():
+                assert torch.equal(held[name], expected), name
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    gang = PipeGang(2, tmp_path_factory.mktemp("gang"), tied=request.param)
+    yield Rig(gang, request.param)
+    gang.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_push_reshards_into_every_server_bit_for_bit(rig: Rig, folder: str, dtype: str) -> None:
+    sinks = [ShmSink.decoder("rollout-0", 2, folder, dtype), ShmSink.decoder("rollout-1", 1, folder, dtype, separate_head=not rig.tied)]
+    async with served(rig.gang) as client:
+        for _ in range(3):
+            report = await rig.push_next(client, *sinks)
+            assert report.state is PushStage.COMMITTED
+            assert report.committed_servers == ("rollout-0", "rollout-1")
+            for sink in sinks:
+                rig.check_serves(sink, rig.version)
+    # Nothing was gathered: the ranks entered no collective since they were built.
+    assert await rig.gang.run(COUNT_COLLECTIVES, b"", 30) == [b"0", b"0"]
+    for sink in sinks:
+        sink.close()
+
+
+async def test_spoilt_staging_leaves_one_server_on_its_old_version_until_caught_up(rig: Rig, folder: str) -> None:
+    good, spoilt = ShmSink.decoder("rollout-0", 2, folder), ShmSink.decoder("rollout-1", 2, folder)
+    async with served(rig.gang) as client:
+        await rig.push_next(client, good, spoilt)
+        old_version = rig.version
+        spoilt.after_staging = flip_a_bit
+        report = await rig.push_next(client, good, spoilt)
+        assert report.committed_servers == ("rollout-0",)
+        assert "model.norm.weight on worker 1 differ" in report.failed_servers["rollout-1"]
+        rig.check_serves(good, rig.version)
+        rig.check_serves(spoilt, old_version)
+        spoilt.after_staging = lambda _: None
+        assert (await rig.push_again(client, spoilt)).committed_servers == ("rollout-1",)
+        rig.check_serves(spoilt, rig.version)
+    good.close()
+    spoilt.close()
+
+
+async def test_a_server_whose_staging_vanished_does_not_stop_the_others(rig: Rig, folder: str) -> None:
+    good, dead = ShmSink.decoder("rollout-0", 2, folder), ShmSink.decoder("rollout-1", 2, folder)
+    async with served(rig.gang) as client:
+        layout = dead.stage()
+        dead.stage = lambda: layout  # type: ignore[method-assign]
+        dead.close()
+        report = await rig.push_next(client, good, dead)
+        assert report.committed_servers == ("rollout-0",)
+        assert "could not write to its staging" in report.failed_servers["rollout-1"]
+        rig.check_serves(good, rig.version)
+    good.close()
+
+
+async def test_a_version_that_the_gang_does_not_hold_is_not_pushed(rig: Rig, folder: str) -> None:
+    sink = ShmSink.decoder("rollout-0", 2, folder)
+    async with served(rig.gang) as client:
+        await rig.push_next(client, sink)
+        report = await push(client, {"rollout-0": sink}, rig.version + 1, DEADLINES)
+        assert report.state is PushStage.ABORTED
+        rig.check_serves(sink, rig.version)
+    sink.close()
+
+
+async def test_a_killed_rank_leaves_the_old_version(tmp_path: Path) -> None:
+    """The producer dies in PREPARE, after it was described; staging still holds the bytes of the push before."""
+    gang = PipeGang(2, tmp_path, tied=True)
+    rig = Rig(gang, tied=True)
+    sink = ShmSink.decoder("rollout-0", 2, str(tmp_path))
+    try:
+        async with served(gang) as client:
+            assert (await rig.push_next(client, sink)).state is PushStage.COMMITTED
+            gang.processes[1].kill()
+            gang.processes[1].join()
+            report = await push(client, {"rollout-0": sink}, rig.version, DEADLINES)
+            assert report.state is PushStage.ABORTED
+            assert "a rank of the gang died" in str(report.error)
+            rig.check_serves(sink, rig.version)
+            assert sink.staged(0)["model.norm.weight"].any()
+    finally:
+        gang.close()
+        sink.close()
