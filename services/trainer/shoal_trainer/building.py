@@ -1,0 +1,98 @@
+"""Builds what a rank runs: models, trainer, weight source, handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shoal.config.models import GangSection, RunConfig
+from shoal.errors import InvalidRequestError
+from shoal.queue.records import RecordReader
+from shoal.types import ExportResult, TrainerDescription, TrainerRole
+from shoal_trainer.actor import Actor
+from shoal_trainer.commands import TrainerCommands
+from shoal_trainer.critic import Critic
+from shoal_trainer.distributed import RankContext
+from shoal_trainer.export import Exporter
+from shoal_trainer.loading import BatchLoader, RecordSource
+from shoal_trainer.models import load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """What one rank runs. independent: names of commands without a collective."""
+
+    trainer: Actor | Critic
+    handlers: Mapping[str, Callable[[bytes], bytes]]
+    independent: frozenset[str]
+    num_parameters: int
+
+    def describe(self, service_id: str, world_size: int) -> TrainerDescription:
+        """Facts about the gang; may be called while a command runs."""
+        return TrainerDescription(
+            service_id=service_id,
+            role=self.trainer.role,
+            world_size=world_size,
+            num_parameters=self.num_parameters,
+            step=self.trainer.policy_version,
+            has_reference=self.trainer.has_reference,
+        )
+
+
+def gang_section(config: RunConfig, role: TrainerRole) -> GangSection:
+    """The settings of this role's gang."""
+    return config.actor if role is TrainerRole.ACTOR else config.critic
+
+
+def build_rank(config: RunConfig, role: TrainerRole, context: RankContext) -> RankParts:
+    """Load and shard the models of this rank and make its handlers; takes seconds.
+
+    Raises: ConfigError: a model or setting that cannot work.
+    """
+    records = RecordReader(config.redis.url, config.run.id)
+    if role is TrainerRole.CRITIC:
+        critic = build_critic(config, context, records)
+        commands = TrainerCommands(critic, _refuse_export)
+        return RankParts(
+            trainer=critic, handlers=commands.handlers(), independent=frozenset(), num_parameters=num_parameters(critic.module)
+        )
+    return _actor_parts(config, context, build_actor(config, context, records))
+
+
+def build_actor(config: RunConfig, context: RankContext, records: RecordSource) -> Actor:
+    """Load the policy and, unless the KL enters nowhere, the reference."""
+    policy = load_policy(config.model.path, config.model, config.actor, context, trainable=True)
+    reference = None
+    if config.algorithm.kl_in != "none":
+        path = config.model.path if config.model.reference_path is None else config.model.reference_path
+        reference = load_policy(path, config.model, config.actor, context, trainable=False)
+    loader = BatchLoader(records, context, config.run.id, sampled_vocab_size(policy.language_model.config))
+    return Actor(config, context, policy, reference, loader)
+
+
+def build_critic(config: RunConfig, context: RankContext, records: RecordSource) -> Critic:
+    """Load the value model."""
+    model = load_value_model(config.model, config.critic, context)
+    loader = BatchLoader(records, context, config.run.id, sampled_vocab_size(model.backbone.config))
+    return Critic(config, context, model, loader)
+
+
+def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankParts:
+    from shoal.weights.transports.factory import open_source_transport
+    from shoal_trainer.weight_servicer import WeightCommands
+    from shoal_trainer.weight_source import WeightSource
+
+    exporter = Exporter(actor.module, config.model.path, context)
+    source = WeightSource(named_shards(actor.module), context.rank, context.world_size, open_source_transport(config.push))
+    weights = WeightCommands(source, lambda: actor.policy_version).handlers()
+    trainer = TrainerCommands(actor, lambda folder: exporter.export(folder, actor.policy_version)).handlers()
+    return RankParts(
+        trainer=actor,
+        handlers={**trainer, **weights},
+        independent=frozenset(weights),
+        num_parameters=num_parameters(actor.module),
+    )
+
+
+def _refuse_export(folder: str) -> ExportResult:
+    raise InvalidRequestError(f"export to {folder!r} was sent to the critic; only the actor's policy is exported")

@@ -1,0 +1,193 @@
+"""The critic on one rank: values and value updates.
+
+Legend: B records of a micro-batch, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.algo.aggregation import TrainedCounts, aggregate
+from shoal.algo.masking import masked_moments
+from shoal.algo.registry import value_loss
+from shoal.config.models import RunConfig
+from shoal.errors import InvalidRequestError, NotFoundError, StateError
+from shoal.telemetry.logs import get_logger
+from shoal.types import Batch, TrainerRole, UpdateResult
+from shoal_trainer.batching import MicroBatch
+from shoal_trainer.distributed import RankContext
+from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
+from shoal_trainer.metrics import Stopwatch, Tally
+from shoal_trainer.models import ValueModel, forget_passes
+from shoal_trainer.optimizer import Optimizer
+from shoal_trainer.passes import graph, keeps_graph, outcome_metrics, run_updates, split_like
+from shoal_trainer.rows import join_rows
+from shoal_trainer.step_ledger import StepLedger, StepStage
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _CriticMicroBatch:
+    """A micro-batch and its values, [B, T]; they have a graph only if it is kept."""
+
+    batch: MicroBatch
+    values: Tensor
+    returns: Tensor | None = None
+
+    @property
+    def old_values(self) -> Tensor:
+        return self.values.detach()
+
+
+@dataclass(slots=True, kw_only=True)
+class _CriticStep:
+    mini_batches: MiniBatches
+    micro_batches: list[_CriticMicroBatch]
+    has_graph: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Critic:
+    """One rank of the critic gang. Not for use from several threads."""
+
+    role = TrainerRole.CRITIC
+    has_reference = False
+
+    def __init__(self, config: RunConfig, context: RankContext, model: ValueModel, loader: BatchLoader) -> None:
+        self._config = config
+        self._algorithm = config.algorithm
+        self._context = context
+        self._model = model
+        self._loader = loader
+        self._loss = value_loss(config.algorithm)
+        self._ledger: StepLedger[dict[str, float] | UpdateResult] = StepLedger(self.role)
+        self._step: _CriticStep | None = None
+        self.optimizer = Optimizer(model.parameters(), config.critic, context)
+        self.policy_version = 0
+
+    @property
+    def module(self) -> ValueModel:
+        """The trained value model."""
+        return self._model
+
+    def forward_batch(self, batch: Batch) -> dict[str, float]:
+        """Compute values and write the column `values`. Idempotent under the batch's step.
+
+        Raises: StateError: the step is over. Errors of reading or writing the records.
+        """
+        answer = self._ledger.recall_forward(batch)
+        if isinstance(answer, dict):
+            return answer
+        self._drop_step()
+        watch = Stopwatch(self._context.device)
+        with watch.time("fetch_s"), self._context.agreed():
+            mini_batches = self._loader.load(batch)
+        has_graph = keeps_graph(mini_batches, self._algorithm, self._config.critic, self._context)
+        with watch.time("forward_s"), graph(has_graph):
+            micro_batches = [_CriticMicroBatch(batch=micro, values=self._values(micro)) for micro in flatten(mini_batches)]
+        with watch.time("write_s"), self._context.agreed():
+            self._loader.write_column("values", flatten(mini_batches), [micro.values for micro in micro_batches])
+        metrics = self._forward_metrics(micro_batches) | watch.seconds
+        self._step = _CriticStep(mini_batches=mini_batches, micro_batches=micro_batches, has_graph=has_graph, metrics=metrics)
+        self._ledger.begin(batch, metrics)
+        return metrics
+
+    def compute_advantages(self, step: int, kl_coef: float) -> dict[str, float]:
+        """Refused: the actor computes advantages."""
+        raise InvalidRequestError(f"compute_advantages of step {step} was sent to the critic; send it to the actor")
+
+    def update_batch(self, step: int) -> UpdateResult:
+        """Fit the values to the column `returns`. Idempotent under step.
+
+        Raises: StateError: forward_batch of this step has not run, or the actor has not written `returns`.
+        """
+        answer = self._ledger.recall(StepStage.UPDATED, step)
+        if isinstance(answer, UpdateResult):
+            return answer
+        current = self._step
+        assert current is not None, "the ledger lets no update through without a forward"  # noqa: S101
+        watch, tally = Stopwatch(self._context.device), Tally(self._context)
+        with watch.time("fetch_s"), self._context.agreed():
+            self._read_returns(current.micro_batches, step)
+
+        def backward(micro: _CriticMicroBatch, counts: TrainedCounts) -> None:
+            self._backward(micro, counts, current.has_graph, tally)
+
+        outcomes = run_updates(
+            split_like(current.micro_batches, current.mini_batches),
+            backward,
+            lambda micro: micro.batch.response_mask,
+            epochs=self._algorithm.epochs,
+            optimizer=self.optimizer,
+            context=self._context,
+            watch=watch,
+        )
+        applied = any(outcome.applied for outcome in outcomes)
+        self.policy_version += int(applied)
+        metrics = current.metrics | self._update_metrics(tally, len(outcomes)) | self._explained(current.micro_batches)
+        metrics |= outcome_metrics(outcomes, self.optimizer) | watch.seconds
+        if not applied:
+            log.warning("update_skipped", step=step, num_tokens=metrics["num_tokens"], grad_norm=metrics["grad_norm"])
+        result = UpdateResult(policy_version=self.policy_version, applied=applied, metrics=metrics)
+        self._ledger.advance(StepStage.UPDATED, result)
+        self._step = None
+        return result
+
+    def _drop_step(self) -> None:
+        self._ledger.drop()
+        if self._step is not None:
+            self._step = None
+            forget_passes(self._model)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        mask = batch.response_mask
+        return batch.pad(self._model(batch.input_ids, batch.positions_before(mask)), mask)
+
+    def _read_returns(self, micro_batches: Sequence[_CriticMicroBatch], step: int) -> None:
+        try:
+            returns = self._loader.read_column("returns", [micro.batch for micro in micro_batches])
+        except NotFoundError as error:
+            raise StateError(f"update_batch of step {step}: {error}; run the actor's compute_advantages first") from error
+        for micro, column in zip(micro_batches, returns, strict=True):
+            micro.returns = column
+
+    def _backward(self, micro: _CriticMicroBatch, counts: TrainedCounts, has_graph: bool, tally: Tally) -> None:
+        assert micro.returns is not None, "read before the first backward"  # noqa: S101
+        mask = micro.batch.response_mask
+        values = micro.values if has_graph else self._values(micro.batch)
+        terms = self._loss(values, micro.old_values, micro.returns, mask)
+        loss = aggregate(terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation)
+        # FSDP averages gradients over the ranks; the loss is a sum over them.
+        (loss * self._context.world_size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        tally.add({**terms.sums, "loss": loss, "trained": mask.sum()}, terms.maxima)
+
+    def _forward_metrics(self, micro_batches: Sequence[_CriticMicroBatch]) -> dict[str, float]:
+        tally = Tally(self._context)
+        for micro in micro_batches:
+            num_dropped = torch.tensor(float(micro.batch.num_dropped), device=self._context.device)
+            tally.add({"num_tokens": micro.batch.response_mask.sum(), "num_dropped": num_dropped, "value_mean": micro.old_values.sum()})
+        sums, _ = tally.reduce()
+        sums["value_mean"] = sums.get("value_mean", 0.0) / max(sums.get("num_tokens", 0.0), 1.0)
+        return sums
+
+    def _explained(self, micro_batches: Sequence[_CriticMicroBatch]) -> dict[str, float]:
+        """Share of the returns' variance that the values of the forward explained; 0 for returns without spread."""
+        mask = join_rows([micro.batch.response_mask for micro in micro_batches])
+        returns = join_rows([micro.batch.rewards if micro.returns is None else micro.returns for micro in micro_batches])
+        values = join_rows([micro.old_values for micro in micro_batches])
+        spread = masked_moments(returns, mask, self._context.sum_over_ranks).variance().item()
+        rest = masked_moments(returns - values, mask, self._context.sum_over_ranks).variance().item()
+        return {"explained_variance": 1.0 - rest / spread if spread > 0 else 0.0}
+
+    @staticmethod
+    def _update_metrics(tally: Tally, num_steps: int) -> dict[str, float]:
+        sums, maxima = tally.reduce()
+        num_trained = max(sums.pop("trained", 0.0), 1.0)
+        loss = sums.pop("loss", 0.0) / max(num_steps, 1)
+        means = {f"{name}_mean" if name == "return" else name: total / num_trained for name, total in sums.items() if name != "value"}
+        return {"critic_loss": loss, **means, **maxima}

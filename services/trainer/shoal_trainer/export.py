@@ -1,0 +1,176 @@
+"""Writes the policy as a Hugging Face folder, one parameter at a time.
+
+Every rank takes part in gathering each parameter; only rank 0 keeps it, and only until its shard file is written. The folder appears under
+its name when it is complete: readers never see half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import CapacityError, InvalidRequestError, ShoalError
+from shoal.types import ExportResult
+from shoal_trainer.distributed import RankContext
+from shoal_trainer.models import PolicyModel, named_shards
+
+SHARD_BYTES = 1 << 30
+"""Largest safetensors file, and with it what rank 0 holds at once (a single larger parameter gets a file of its own)."""
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+class Exporter:
+    """Exports one policy; every rank calls it.
+
+    Args:
+        model_path: folder or id that the policy was loaded from; its tokenizer goes along.
+        shard_bytes: largest safetensors file.
+    """
+
+    def __init__(self, policy: PolicyModel, model_path: str, context: RankContext, shard_bytes: int = SHARD_BYTES) -> None:
+        self._policy = policy
+        self._model_path = model_path
+        self._context = context
+        self._shard_bytes = shard_bytes
+
+    def export(self, folder: str, policy_version: int) -> ExportResult:
+        """Write the folder, replacing one that is there.
+
+        Args:
+            folder: absolute path on this file system.
+        Raises: InvalidRequestError: not an absolute path, or a file is in the way. CapacityError: it cannot be written.
+        """
+        target = Path(folder)
+        if not target.is_absolute():
+            raise InvalidRequestError(f"export folder {folder!r} is not absolute; give an absolute path")
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            with self._writing(folder):
+                self._make_room(target, partial)
+            num_bytes = self._write_weights(partial, folder)
+            with self._writing(folder):
+                self._write_description(partial)
+                self._publish(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return ExportResult(folder=folder, policy_version=policy_version, num_bytes=num_bytes)
+
+    def _writing(self, folder: str) -> _Writing:
+        return _Writing(self._context, folder)
+
+    def _write_weights(self, partial: Path, folder: str) -> int:
+        shards = _plan_shards(named_shards(self._policy), self._shard_bytes)
+        for file_name, parameters in shards.items():
+            tensors = {name: whole for name, parameter in parameters.items() if (whole := self._gather(parameter)) is not None}
+            with self._writing(folder):
+                if self._context.rank == 0:
+                    save_file(tensors, partial / file_name, metadata={"format": "pt"})
+        total = sum(_num_bytes(parameter) for parameters in shards.values() for parameter in parameters.values())
+        if len(shards) > 1 and self._context.rank == 0:
+            weight_map = {name: file_name for file_name, parameters in shards.items() for name in parameters}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        return total
+
+    def _gather(self, parameter: Tensor) -> Tensor | None:
+        """The whole parameter on rank 0's CPU; None on the other ranks."""
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        return whole.cpu().contiguous() if self._context.rank == 0 else None
+
+    def _write_description(self, partial: Path) -> None:
+        if self._context.rank != 0:
+            return
+        language_model: Any = self._policy.language_model
+        language_model.config.save_pretrained(partial)
+        if language_model.can_generate():
+            language_model.generation_config.save_pretrained(partial)
+        copy_tokenizer(self._model_path, partial)
+
+    def _make_room(self, target: Path, partial: Path) -> None:
+        if self._context.rank != 0:
+            return
+        if target.exists() and not target.is_dir():
+            raise InvalidRequestError(f"export folder {str(target)!r} is a file; choose another path")
+        partial.mkdir(parents=True)
+
+    def _publish(self, partial: Path, target: Path) -> None:
+        """Put the finished folder in place; an older one is moved away first, since a folder cannot be replaced in one call."""
+        if self._context.rank != 0:
+            return
+        old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
+        if target.exists():
+            os.rename(target, old)
+        os.rename(partial, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+class _Writing:
+    """A block that rank 0 writes in; errors of the file system become CapacityError on every rank."""
+
+    def __init__(self, context: RankContext, folder: str) -> None:
+        self._agreed = context.agreed()
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        self._agreed.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool | None:  # noqa: ANN401
+        if isinstance(error, OSError) and not isinstance(error, ShoalError):
+            refused = CapacityError(f"cannot write the export to {self._folder!r}: {error.strerror or error}; free space or choose a path")
+            return self._agreed.__exit__(type(refused), refused, traceback)
+        return self._agreed.__exit__(kind, error, traceback)
+
+
+def copy_tokenizer(model_path: str, target: Path) -> None:
+    """Copy a model's tokenizer files as they are; a model without any has none to copy."""
+    source = Path(model_path)
+    if not source.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+        return
+    for pattern in _TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+
+
+def _plan_shards(parameters: Mapping[str, DTensor], shard_bytes: int) -> dict[str, dict[str, DTensor]]:
+    """File name -> parameters, in order; as few files as the limit allows."""
+    groups: list[dict[str, DTensor]] = [{}]
+    filled = 0
+    for name, parameter in parameters.items():
+        size = _num_bytes(parameter)
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = parameter
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, start=1)}
+
+
+def _num_bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()

@@ -1,0 +1,189 @@
+"""The trained modules, sharded with FSDP2.
+
+Legend: B sequences, L input positions, N chosen positions, H hidden size, V vocabulary.
+
+Each decoder block is one FSDP group and the wrapper is the root group; the output embedding (which may be tied to the input embedding) is
+used inside the root's forward, where its weight is whole. Only chosen positions go through it, chunk by chunk, so [B, L, V] never exists.
+Modules stay in eval mode: dropout would make the probability ratio of fresh data differ from 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shoal.algo.logprobs import token_logprobs
+from shoal.config.models import GangSection, ModelSection
+from shoal.errors import ConfigError
+from shoal_trainer.distributed import RankContext
+
+# transformers is untyped and takes seconds to import: it is imported where a model is loaded.
+_Pretrained: TypeAlias = Any
+
+_LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers log-probabilities of given tokens."""
+
+    def __init__(self, language_model: _Pretrained) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self._vocab_size = sampled_vocab_size(language_model.config)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Score tokens.
+
+        Args:
+            input_ids: [B, L] int64, padded on the right.
+            positions: [N] int64 into the flattened [B * L], the position before each token.
+            token_ids: [N] int64.
+            temperature: divides the logits.
+            with_entropy: False skips the entropies.
+        Returns: log-probabilities and entropies, each [N] float32.
+        """
+        hidden = _last_hidden(self.language_model.get_decoder(), input_ids, positions)
+        weight = self.language_model.get_output_embeddings().weight
+        return token_logprobs(hidden, weight, token_ids, temperature=temperature, vocab_size=self._vocab_size, with_entropy=with_entropy)
+
+
+class ValueHead(nn.Module):
+    """A linear map to one number, kept in float32; zero at first, so that the first advantages are the rewards themselves."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, H] float32 -> [N] float32."""
+        return hidden @ self.weight + self.bias
+
+
+class ValueModel(nn.Module):
+    """The backbone of a causal language model with a value head."""
+
+    def __init__(self, backbone: _Pretrained) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Value before each token.
+
+        Args:
+            input_ids: [B, L] int64, padded on the right.
+            positions: [N] int64 into the flattened [B * L].
+        Returns: [N] float32.
+        """
+        return cast("Tensor", self.value_head(_last_hidden(self.backbone, input_ids, positions).float()))
+
+
+def sampled_vocab_size(config: _Pretrained) -> int:
+    """Ids that the engine can sample and the trainer normalises over: both take the model's own vocabulary, tokenizer gaps included."""
+    return int(config.get_text_config().vocab_size)
+
+
+def load_policy(path: str, model: ModelSection, gang: GangSection, context: RankContext, *, trainable: bool) -> PolicyModel:
+    """Load and shard a policy, or a frozen reference.
+
+    Raises: ConfigError: no such model, or one whose logits are changed after the output embedding.
+    """
+    language_model = _load("AutoModelForCausalLM", path, model)
+    _check_logits(language_model, path)
+    policy = PolicyModel(language_model).eval().requires_grad_(trainable)
+    _shard(policy, language_model, gang, context)
+    return policy
+
+
+def load_value_model(model: ModelSection, gang: GangSection, context: RankContext) -> ValueModel:
+    """Load the backbone of `model.path`, add a value head and shard both. Raises: ConfigError: no such model."""
+    backbone = _load("AutoModel", model.path, model)
+    value_model = ValueModel(backbone).eval()
+    # Rounded to bfloat16 a value keeps two digits.
+    fully_shard(value_model.value_head, mesh=context.mesh)
+    _shard(value_model, backbone, gang, context)
+    return value_model
+
+
+def named_shards(module: nn.Module) -> dict[str, DTensor]:
+    """Sharded parameters under their Hugging Face names; a tied output embedding appears once, as the input embedding.
+
+    Call it while no forward is running: a running one swaps in whole parameters.
+    """
+    return {name.removeprefix("language_model."): cast("DTensor", parameter) for name, parameter in module.named_parameters()}
+
+
+def forget_passes(module: nn.Module) -> None:
+    """Make FSDP forget forwards that no backward will follow; they would add up, and disturb the order of later backwards."""
+    root = cast("FSDPModule", module)
+    if _is_started(root):
+        root.reset_iter_state()
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Elements of all parameters over all ranks."""
+    return sum(math.prod(parameter.shape) for parameter in module.parameters())
+
+
+def _is_started(root: FSDPModule) -> bool:
+    """FSDP sets a root up in its first forward."""
+    return root._get_fsdp_state()._is_root is True
+
+
+def _last_hidden(backbone: _Pretrained, input_ids: Tensor, positions: Tensor) -> Tensor:
+    hidden: Tensor = backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, positions)
+
+
+def _load(factory: str, path: str, model: ModelSection) -> _Pretrained:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        loaded = getattr(transformers, factory).from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        found = "is not a folder here" if not Path(path).is_dir() else "cannot be loaded"
+        raise ConfigError(
+            f"model {path!r} {found}: {str(error)[:300]}; give a Hugging Face folder or id with safetensors weights"
+        ) from error
+    loaded.config.use_cache = False
+    return loaded
+
+
+def _check_logits(language_model: _Pretrained, path: str) -> None:
+    """Refuse models whose logits are more than hidden @ weight.T: their log-probabilities would silently be wrong."""
+    config = language_model.config.get_text_config()
+    for name, neutral in _LOGIT_CHANGES.items():
+        value = getattr(config, name, neutral)
+        if value not in (None, neutral):
+            raise ConfigError(f"model {path!r} has {name}={value}, which is not supported; choose a model without it")
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"model {path!r} has a bias on its output embedding, which is not supported; choose a model without it")
+
+
+def _shard(root: nn.Module, pretrained: _Pretrained, gang: GangSection, context: RankContext) -> None:
+    options: dict[str, Any] = {"mesh": context.mesh, "reshard_after_forward": True}
+    if gang.precision == "bf16_mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in _blocks(pretrained):
+        fully_shard(block, **options)
+    fully_shard(root, **options)
+
+
+def _blocks(pretrained: _Pretrained) -> Iterator[nn.Module]:
+    """The decoder blocks, as the model's own class names them."""
+    names = set(pretrained._no_split_modules or ())
+    return (module for module in pretrained.modules() if type(module).__name__ in names)
