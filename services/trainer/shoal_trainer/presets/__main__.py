@@ -19,14 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     """Build a preset unless the folder already has it; progress goes to stderr. Returns the exit status."""
     arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     if read_complete(arguments.out, name=arguments.name, seed=arguments.seed) is not None:
         _log.info("%s is complete, nothing to do", arguments.out)
         return 0
     try:
         _build(arguments)
     except (ShoalError, OSError) as error:
-        _log.error("cannot build preset %s: %s", arguments.name, error)  # noqa: TRY400 - the message is the answer
+        _log.error("cannot build preset %s: %s", arguments.name, error)
         return 1
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal_trainer.presets.files import write_preset
+from shoal_trainer.presets.files import save_folder, write_preset
 from shoal_trainer.presets.problems import Problems, make_problems
 from shoal_trainer.presets.tokenizer import build_char_tokenizer
 from shoal_trainer.presets.warmup import WarmUpResult, WarmUpSettings, encode_rows, greedy_accuracy, warm_up
@@ -49,7 +49,7 @@ def build_arithmetic(out: Path, seed: int, settings: WarmUpSettings | None = Non
     )
     held_out_accuracy = greedy_accuracy(model, encode_rows(problems.held_out, tokenizer))
     _log.info("held-out accuracy %.3f", held_out_accuracy)
-    save_model(model, tokenizer, out / "model")
+    save_folder(model, tokenizer, out / "model")
     facts = _facts(model, problems, result) | {
         "held_out_accuracy": round(held_out_accuracy, 4),
         "seconds": round(time.perf_counter() - started, 1),
@@ -76,15 +76,10 @@ def build_model(tokenizer: Any) -> Any:  # noqa: ANN401 - transformers ships no 
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return Qwen2ForCausalLM(config).float()
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - transformers ships no usable types
-    """Save safetensors, configuration, generation defaults and tokenizer as one Hugging Face folder."""
+    model = Qwen2ForCausalLM(config).float()
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model
 
 
 def _facts(model: torch.nn.Module, problems: Problems, result: WarmUpResult) -> dict[str, object]:

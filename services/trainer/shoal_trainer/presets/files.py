@@ -47,6 +47,15 @@ def write_preset(
     return preset
 
 
+def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - transformers ships no usable types
+    """Save safetensors, configuration, generation defaults and tokenizer as one Hugging Face folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # safetensors creates files that only their owner can read; services may run as other users.
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
+
+
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write one JSON object a line; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

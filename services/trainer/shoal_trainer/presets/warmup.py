@@ -129,7 +129,7 @@ def _train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch:
     mask = batch.answer_mask[:, 1:]
     loss = functional.cross_entropy(logits[mask], batch.input_ids[:, 1:][mask])
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach())
