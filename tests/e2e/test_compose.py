@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,5 +41,5 @@ def test_compose_trains_and_a_killed_service_comes_back(compose: Compose) -> Non
 
 def test_compose_services_run_without_root(compose: Compose) -> None:
     for service in sorted(SERVICES):
-        status = open(f"/proc/{compose.process_id(service)}/status").read()
+        status = Path(f"/proc/{compose.process_id(service)}/status").read_text()
         assert "\nUid:\t10001\t10001" in status, service
