@@ -25,7 +25,7 @@ from shoal_coordinator.gangs import Closable, Gang
 from shoal_coordinator.members import RewardMember, RolloutMember, WatchedReward, WatchedRollout
 from shoal_coordinator.push import WeightPush
 from shoal_coordinator.push_history import PushHistory, PushReason
-from shoal_coordinator.registry import Registry, RegistryChange, RegistryEvent
+from shoal_coordinator.registry import Missing, Registry, RegistryChange, RegistryEvent
 from shoal_coordinator.scoring import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
@@ -93,6 +93,10 @@ class Fleet:
         """The rollout servers that may take traffic."""
         return tuple(member for member in self._rollouts.values() if self.is_ready(member.info))
 
+    def traffic_ids(self) -> tuple[str, ...]:
+        """Ids of the rollout and reward servers that take traffic."""
+        return self._rollout_pool.server_ids() + self._reward_pool.server_ids()
+
     def rewards(self) -> tuple[RewardMember, ...]:
         """All registered reward servers."""
         return tuple(self._rewards.values())
@@ -117,10 +121,26 @@ class Fleet:
         member = self._rollouts.get(info.service_id)
         return member is not None and not member.suspect and self._current_version in (None, member.served_version)
 
+    def served_version(self, info: ServiceInfo) -> int:
+        """The version that a service is known to serve or hold; what it registered with if it is no rollout server."""
+        member = self._rollouts.get(info.service_id)
+        return info.policy_version if member is None else member.served_version
+
+    def state_of(self, info: ServiceInfo) -> str:
+        """ready, silent or fenced."""
+        if self.is_ready(info):
+            return "ready"
+        member = self._rollouts.get(info.service_id) or self._rewards.get(info.service_id)
+        return "silent" if member is None or member.suspect else "fenced"
+
     def set_policy_version(self, policy_version: int) -> None:
         """Make a version current: servers with another one are fenced, and caught up by `run`."""
         self._current_version = policy_version
         self._wake()
+
+    def missing(self, counts: Mapping[ServiceKind, int]) -> Missing:
+        """Kinds with fewer ready services than wanted, as (ready, wanted)."""
+        return self._registry.missing(counts, self.is_ready)
 
     async def wait_for(self, counts: Mapping[ServiceKind, int]) -> None:
         """Wait up to coordinator.ready_timeout_s for ready services.
@@ -129,7 +149,7 @@ class Fleet:
             UnavailableError: some are still missing; names them.
             TransportError: the servers are there but no push reaches them.
         """
-        if not (missing := self._registry.missing(counts, self.is_ready)):
+        if not (missing := self.missing(counts)):
             return
         text = ", ".join(f"{wanted - ready} of {wanted} {kind}" for kind, (ready, wanted) in missing.items())
         absent = [info.service_id for info in self._registry.services() if not self.is_ready(info)]

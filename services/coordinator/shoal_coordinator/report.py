@@ -52,9 +52,12 @@ def config_hash(config: RunConfig) -> str:
 
 
 def build_report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
-    """Content of report.json; accuracy_* are None without held-out rows."""
+    """Content of report.json.
+
+    accuracy_before is the first evaluation's, accuracy_after that of the last policy version; None if there is no such evaluation.
+    """
     first = outcome.evaluations[0] if outcome.evaluations else None
-    last = outcome.evaluations[-1] if len(outcome.evaluations) > 1 else None
+    last = next((evaluation for evaluation in outcome.evaluations[-1:] if evaluation.policy_version == outcome.policy_version), None)
     return {
         "run_id": config.run.id,
         "state": outcome.state,

@@ -73,7 +73,7 @@ class StatusModel(_Answer):
     error: str | None
     """Why the run failed."""
     queue_depth: int
-    """Groups in the experience queue that no step has finished with."""
+    """Groups that were left in the experience queue after the last step."""
     started_unix_s: float
     """When the coordinator started."""
     wall_s: float
@@ -98,7 +98,7 @@ class ServiceModel(_Answer):
     policy_version: int
     """Version that it serves (rollout servers)."""
     state: str
-    """ready, or fenced: takes no traffic until a weight push brings it to the current version."""
+    """ready; fenced: takes no traffic until a weight push brings it to the current version; silent: a call found it unavailable."""
     registered_unix_s: float
     """When it registered."""
     renewed_unix_s: float
@@ -128,18 +128,18 @@ class PushModel(_Answer):
     """Version that was pushed."""
     reason: str
     """step, or catch_up of a server that joined late."""
-    outcome: str
-    """committed, partial (some servers are fenced) or failed."""
+    state: str
+    """committed (at least one server serves the version), aborted (all serve what they served) or failed."""
     servers: list[str]
     """Servers that now serve the version."""
     failed_servers: dict[str, str]
-    """Server to what went wrong."""
+    """Server to what went wrong; such servers are fenced."""
     stages_s: dict[str, float]
     """Seconds of each stage."""
     num_bytes: int
     """Bytes that were moved."""
-    pause_ms: float
-    """Longest time that a server did not serve."""
+    pause_ms: dict[str, float]
+    """Server to how long it did not serve, in milliseconds."""
     error: str | None
     """Why the push failed as a whole."""
     started_unix_s: float

@@ -19,7 +19,7 @@ def make_config(seed: int = 0) -> RunConfig:
 
 def make_outcome(accuracies: list[float]) -> RunOutcome:
     evaluations = [
-        Evaluation(step=step, policy_version=step, accuracy=accuracy, num_samples=10) for step, accuracy in enumerate(accuracies)
+        Evaluation(step=step, policy_version=step, accuracy=accuracy, num_samples=10) for step, accuracy in enumerate(accuracies, start=1)
     ]
     return RunOutcome(
         state="finished",

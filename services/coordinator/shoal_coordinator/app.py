@@ -1,0 +1,158 @@
+"""Builds the coordinator from a configuration and serves it: registry, REST API, the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from shoal.config.models import RunConfig
+from shoal.errors import ConfigError
+from shoal.rpc.channel import join_address
+from shoal.rpc.server import RpcServer
+from shoal.rpc.v1 import registry_pb2_grpc
+from shoal.telemetry.logs import get_logger
+from shoal_coordinator.backend import RunBackend
+from shoal_coordinator.connections import Connector, GrpcConnector
+from shoal_coordinator.control import RunControl
+from shoal_coordinator.dispatcher import RolloutEndpoint
+from shoal_coordinator.error_groups import first_error
+from shoal_coordinator.fleet import Fleet
+from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.push_history import PushHistory
+from shoal_coordinator.registry import Registry
+from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
+from shoal_coordinator.report import write_json_atomically
+from shoal_coordinator.rest import RestServer, create_app
+from shoal_coordinator.run import Run, RunParts
+from shoal_coordinator.scoring import RewardEndpoint
+from shoal_coordinator.server_pool import ServerPool
+from shoal_coordinator.stage_clock import StageClock
+from shoal_coordinator.states import RunState, StateMachine
+from shoal_coordinator.waiting import WaitBoard
+from shoal_coordinator.workload import Workload, open_workload
+
+log = get_logger(__name__)
+
+METRICS_NAME = "metrics.jsonl"
+REST_START_S = 10.0
+STOP_GRACE_S = 2.0
+RUN_STOP_S = 15.0
+"""A push in its COMMIT is finished before a cancelled run lets go."""
+
+
+class Coordinator:
+    """One run's coordinator. Create it inside a running event loop; it is closed by leaving `serve`.
+
+    Args:
+        connector: opens connections to services; None is gRPC.
+        open_workload: replaces data and queue in tests.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sink: MetricsSink,
+        *,
+        connector: Connector | None = None,
+        make_workload: Callable[[], AbstractAsyncContextManager[Workload]] | None = None,
+    ) -> None:
+        self.config = config
+        self.machine = StateMachine()
+        self.registry = Registry(run_id=config.run.id, lease_s=config.coordinator.lease_s)
+        clock, waits, history = StageClock(), WaitBoard(), PushHistory()
+        rollout_pool = ServerPool[RolloutEndpoint]("rollout server", waits)
+        reward_pool = ServerPool[RewardEndpoint]("reward server", waits)
+        self.fleet = Fleet(
+            registry=self.registry,
+            connector=GrpcConnector(config.security) if connector is None else connector,
+            config=config,
+            clock=clock,
+            waits=waits,
+            history=history,
+            rollout_pool=rollout_pool,
+            reward_pool=reward_pool,
+        )
+        parts = RunParts(
+            config=config,
+            machine=self.machine,
+            control=RunControl(self.machine),
+            fleet=self.fleet,
+            sink=sink,
+            history=history,
+            clock=clock,
+            waits=waits,
+            open_workload=make_workload or (lambda: open_workload(config, rollout_pool, reward_pool, clock)),
+        )
+        self.run = Run(parts)
+        self.backend = RunBackend(self.run, parts, self.registry)
+
+    async def serve(self, stop: asyncio.Event, *, ready_file: Path | None = None, exit_when_done: bool = False) -> RunState:
+        """Serve until stop is set, or until the run is over if exit_when_done.
+
+        Args:
+            stop: a run that is not over yet is STOPPED at once when this is set.
+            ready_file: gets {"grpc_address", "rest_address", "pid"} once both are served.
+        Returns: the run's last state.
+        Raises: ConfigError: a port is in use.
+        """
+        section = self.config.coordinator
+        rest = RestServer(create_app(self.backend), section.host, section.rest_port)
+        rpc = RpcServer(section.host, section.grpc_port, self.config.security)
+        rpc.add(
+            lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server), SERVICE_NAME
+        )
+        grpc_port = await rpc.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(self.registry.run_expiry()), group.create_task(self.fleet.run())]
+                serving = group.create_task(rest.serve())
+                await rest.wait_started(REST_START_S)
+                rpc.set_serving(True)
+                self._announce(ready_file, grpc_port, rest.port)
+                await self._run_until(stop, exit_when_done)
+                rpc.set_serving(False)
+                rest.stop()
+                await serving
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        finally:
+            await rpc.stop(STOP_GRACE_S)
+        return self.machine.state
+
+    async def _run_until(self, stop: asyncio.Event, exit_when_done: bool) -> None:
+        running = asyncio.create_task(self.run.execute())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([running, stopping] if exit_when_done else [stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            running.cancel()
+            stopping.cancel()
+            await asyncio.wait([running, stopping], timeout=RUN_STOP_S)
+        if not running.done():
+            log.error("run_did_not_stop", waited_s=RUN_STOP_S)
+        elif not running.cancelled():
+            running.result()
+
+    def _announce(self, ready_file: Path | None, grpc_port: int, rest_port: int) -> None:
+        host = self.config.coordinator.host
+        addresses = {"grpc_address": join_address(host, grpc_port), "rest_address": join_address(host, rest_port)}
+        log.info("coordinator_ready", **addresses)
+        if ready_file is not None:
+            try:
+                write_json_atomically(ready_file, {**addresses, "pid": os.getpid()})
+            except OSError as error:
+                raise ConfigError(f"cannot write the ready file {ready_file} ({error.strerror}); choose another --ready-file") from error
+
+
+async def serve(config: RunConfig, stop: asyncio.Event, *, ready_file: Path | None = None, exit_when_done: bool = False) -> RunState:
+    """Serve a run; see `Coordinator.serve`.
+
+    Raises: ConfigError: the run's folder cannot be written, or a port is in use.
+    """
+    with MetricsSink(Path(config.run.folder) / METRICS_NAME) as sink:
+        return await Coordinator(config, sink).serve(stop, ready_file=ready_file, exit_when_done=exit_when_done)

@@ -1,0 +1,249 @@
+"""The life of a run: services, evaluation, steps, final evaluation, export, report.
+
+The loop changes the state only through the transition table and ends in FINISHED, STOPPED or FAILED; it never raises but
+for cancellation (SIGTERM), which ends in STOPPED without the final evaluation and export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.config.models import RunConfig
+from shoal.errors import InternalError, ShoalError, StateError
+from shoal.telemetry.logs import get_logger
+from shoal.types import ServiceKind
+from shoal_coordinator.control import RunControl
+from shoal_coordinator.error_groups import first_error
+from shoal_coordinator.fleet import Fleet
+from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.push_history import PushHistory
+from shoal_coordinator.report import Evaluation, RunOutcome, build_report, write_json_atomically
+from shoal_coordinator.stage_clock import StageClock
+from shoal_coordinator.states import RunState, StateMachine
+from shoal_coordinator.step import GangRole, StepRunner
+from shoal_coordinator.waiting import WaitBoard
+from shoal_coordinator.workload import Workload
+
+log = get_logger(__name__)
+
+REPORT_NAME = "report.json"
+EXPORT_NAME = "export"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What a run is made of. open_workload loads data and connects to the queue."""
+
+    config: RunConfig
+    machine: StateMachine
+    control: RunControl
+    fleet: Fleet
+    sink: MetricsSink
+    history: PushHistory
+    clock: StageClock
+    waits: WaitBoard
+    open_workload: Callable[[], AbstractAsyncContextManager[Workload]]
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """What has been reached so far."""
+
+    started_unix_s: float = field(default_factory=time.time)
+    ended_unix_s: float | None = None
+    step: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list)
+    export_folder: str | None = None
+    error: str | None = None
+    queue_depth: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start, up to the end."""
+        return (time.time() if self.ended_unix_s is None else self.ended_unix_s) - self.started_unix_s
+
+
+class Run:
+    """One run; `execute` it once."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._fleet = parts.fleet
+        self._machine = parts.machine
+        self.progress = RunProgress()
+        # Absolute: the trainer's working directory may be another.
+        self._export_folder = str(Path(self._config.run.folder).resolve() / EXPORT_NAME)
+
+    async def execute(self) -> None:
+        """Run to the end and write the report.
+
+        Raises: CancelledError: cancelled; the state is STOPPED then, unless the run had ended before.
+        """
+        try:
+            await self._execute()
+        except asyncio.CancelledError:
+            self._end(RunState.STOPPED)
+            raise
+        except ShoalError as error:
+            self._fail(error)
+        except BaseExceptionGroup as errors:
+            self._fail(first_error(errors))
+        except Exception as error:  # noqa: BLE001 - the loop's edge: whatever went wrong must become the state FAILED
+            self._fail(error)
+
+    async def _execute(self) -> None:
+        self._machine.go(RunState.WAITING_FOR_SERVICES)
+        async with asyncio.TaskGroup() as group:
+            guard = group.create_task(self._fleet.wait_for_lost_gang())
+            await self._train()
+            guard.cancel()
+
+    async def _train(self) -> None:
+        async with self._parts.open_workload() as workload:
+            if not await self._unless_stopped(self._wait_for_services()):
+                self._end(RunState.STOPPED)
+                return
+            runner = await self._prepare(workload)
+            if workload.has_held_out:
+                await self._evaluate(workload)
+            while await self._may_step():
+                await self._step(runner, workload)
+            await self._finish(workload)
+
+    async def _prepare(self, workload: Workload) -> StepRunner:
+        """Learn where the gangs are; from here on their state is needed."""
+        kinds = [ServiceKind.ACTOR, ServiceKind.CRITIC] if self._config.algorithm.estimator == "gae" else [ServiceKind.ACTOR]
+        descriptions = {kind: await self._fleet.gang(kind).describe() for kind in kinds}
+        steps = {kind: description.step for kind, description in descriptions.items()}
+        if len(set(steps.values())) > 1:
+            raise StateError(f"the gangs have committed different steps ({steps}); start both again")
+        self._fleet.guards_gangs = True
+        self.progress.step = steps[ServiceKind.ACTOR]
+        workload.seek(self.progress.step)
+        self._fleet.set_policy_version(self.progress.step)
+        sections = {ServiceKind.ACTOR: self._config.actor, ServiceKind.CRITIC: self._config.critic}
+        roles = {
+            kind: GangRole(kind=kind, world_size=description.world_size, section=sections[kind])
+            for kind, description in descriptions.items()
+        }
+        parts = self._parts
+        return StepRunner(
+            self._config,
+            fleet=self._fleet,
+            workload=workload,
+            roles=roles,
+            enter=self._machine.go,
+            clock=parts.clock,
+            waits=parts.waits,
+            history=parts.history,
+        )
+
+    async def _may_step(self) -> bool:
+        """At a step border: pause if asked to, and say whether there is another step."""
+        control = self._parts.control
+        await control.wait_while_paused()
+        limit_s = self._config.run.max_wall_s
+        if control.stop_requested or self.progress.step >= self._config.run.steps:
+            return False
+        if limit_s is not None and self.progress.wall_s >= limit_s:
+            log.info("wall_limit_reached", wall_s=self.progress.wall_s, max_wall_s=limit_s)
+            return False
+        return True
+
+    async def _step(self, runner: StepRunner, workload: Workload) -> None:
+        await self._ensure_services()
+        step = self.progress.step + 1
+        metrics = await runner.run(step)
+        self.progress.step = step
+        self.progress.queue_depth = await workload.queue.depth()
+        self._parts.sink.add(metrics)
+        every = self._config.evaluation.every
+        if every and step % every == 0 and step < self._config.run.steps and workload.has_held_out:
+            await self._evaluate(workload)
+
+    async def _evaluate(self, workload: Workload) -> None:
+        await self._ensure_services()
+        self._machine.go(RunState.EVALUATING)
+        version = self._fleet.policy_version
+        with self._parts.waits.waiting("coordinator", self._fleet.traffic_ids, f"evaluation of policy version {version}"):
+            result = await workload.evaluate(version)
+        num_scored = result.num - result.num_unscored
+        evaluation = Evaluation(step=self.progress.step, policy_version=version, accuracy=result.accuracy, num_samples=num_scored)
+        self.progress.evaluations.append(evaluation)
+        log.info("evaluated", step=evaluation.step, policy_version=version, accuracy=result.accuracy, num_unscored=result.num_unscored)
+
+    async def _finish(self, workload: Workload) -> None:
+        evaluations = self.progress.evaluations
+        if workload.has_held_out and evaluations[-1].step != self.progress.step:
+            await self._evaluate(workload)
+        stopped = self._parts.control.stop_requested
+        self._machine.go(RunState.FINISHING)
+        result = await self._fleet.gang(ServiceKind.ACTOR).export_model(self._export_folder)
+        self.progress.export_folder = result.folder
+        self._end(RunState.STOPPED if stopped else RunState.FINISHED)
+
+    async def _ensure_services(self) -> None:
+        """Before a step or an evaluation: everything is there, or wait for it."""
+        if not self._fleet.missing(self._wanted()):
+            return
+        if self._machine.state is not RunState.WAITING_FOR_SERVICES:
+            self._machine.go(RunState.WAITING_FOR_SERVICES)
+        await self._wait_for_services()
+
+    async def _wait_for_services(self) -> None:
+        await self._fleet.wait_for(self._wanted())
+
+    def _wanted(self) -> dict[ServiceKind, int]:
+        wanted = {ServiceKind.ACTOR: 1, ServiceKind.REWARD: 1, ServiceKind.ROLLOUT: self._config.rollout.min_servers}
+        return wanted | ({ServiceKind.CRITIC: 1} if self._config.algorithm.estimator == "gae" else {})
+
+    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
+        """Run work, but give up when a stop is requested; whether it was done."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work), group.create_task(self._parts.control.wait_for_stop())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done = tasks[0].done()
+            for task in tasks:
+                task.cancel()
+        return done
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, ShoalError):
+            log.error("run_failed", error=str(error))
+            self.progress.error = str(error)
+        else:
+            log.exception("run_failed")  # noqa: LOG004 - called from except clauses alone
+            self.progress.error = str(InternalError(f"the coordinator failed: {error!r}; its log has the traceback"))
+        self._end(RunState.FAILED)
+
+    def _end(self, state: RunState) -> None:
+        """Write the report, then enter the final state: who sees the state finds the report."""
+        if self._machine.is_terminal:
+            return
+        progress = self.progress
+        progress.ended_unix_s = time.time()
+        sink = self._parts.sink
+        outcome = RunOutcome(
+            state=state,
+            error=progress.error,
+            started_unix_s=progress.started_unix_s,
+            ended_unix_s=progress.ended_unix_s,
+            evaluations=progress.evaluations,
+            num_steps=sink.num_steps,
+            num_samples=sink.num_samples,
+            num_tokens=sink.num_tokens,
+            recent_steps=sink.kept(),
+            policy_version=self._fleet.policy_version,
+            export_folder=progress.export_folder,
+        )
+        try:
+            write_json_atomically(Path(self._config.run.folder) / REPORT_NAME, build_report(self._config, outcome))
+        except OSError as error:
+            log.error("report_failed", error=str(error))
+        self._machine.go(state)

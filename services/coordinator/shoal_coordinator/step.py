@@ -1,0 +1,182 @@
+"""One training step.
+
+    rollouts, scores, queue -> forward (actor ∥ critic) -> advantages -> actor update -> weight push -+
+                                                                     └-> critic update ---------------+-> next step
+                                                                         ack once both updates have committed
+
+The push starts as soon as the actor is done and runs beside the critic's update. `fleet.weights_lock` is held from the
+actor's update to the end of the push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal.config.models import GangSection, RunConfig
+from shoal.errors import StateError
+from shoal.queue.entries import QueuedGroup
+from shoal.telemetry.logs import get_logger
+from shoal.types import ServiceKind, UpdateResult
+from shoal_coordinator.batching import plan_batch
+from shoal_coordinator.experience import CollectedExperience
+from shoal_coordinator.fleet import Fleet
+from shoal_coordinator.gangs import Gang
+from shoal_coordinator.push_history import PushEntry, PushHistory
+from shoal_coordinator.stage_clock import Stage, StageClock
+from shoal_coordinator.states import RunState
+from shoal_coordinator.step_metrics import step_metrics
+from shoal_coordinator.waiting import WaitBoard
+from shoal_coordinator.workload import Workload
+
+log = get_logger(__name__)
+
+TAKE_TIMEOUT_S = 60.0
+"""Everything that is taken has been put before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangRole:
+    """A gang's part in every step."""
+
+    kind: ServiceKind
+    world_size: int
+    section: GangSection
+
+
+@dataclass(slots=True)
+class _StepData:
+    """What the concurrent parts of a step leave behind."""
+
+    step: int
+    groups: list[QueuedGroup]
+    gangs: dict[str, dict[str, float]] = field(default_factory=dict)
+    push: PushEntry | None = None
+
+    def add(self, kind: ServiceKind, metrics: dict[str, float]) -> None:
+        self.gangs.setdefault(kind, {}).update(metrics)
+
+
+class StepRunner:
+    """Runs steps one after the other; used from the event loop alone.
+
+    Args:
+        enter: enters a state of the run.
+        roles: the actor's and, with a critic, the critic's.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        fleet: Fleet,
+        workload: Workload,
+        roles: dict[ServiceKind, GangRole],
+        enter: Callable[[RunState], None],
+        clock: StageClock,
+        waits: WaitBoard,
+        history: PushHistory,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._workload = workload
+        self._roles = roles
+        self._enter = enter
+        self._clock = clock
+        self._waits = waits
+        self._history = history
+
+    async def run(self, step: int) -> dict[str, float]:
+        """Run one step; its metrics.
+
+        Raises: ShoalError: names the service that failed. ExceptionGroup: of ShoalErrors, from concurrent parts.
+        """
+        self._clock.start_step()
+        self._enter(RunState.ROLLING_OUT)
+        collected = await self._collect(step)
+        groups = await self._take(step, collected.num_groups)
+        self._enter(RunState.TRAINING)
+        data = _StepData(step, groups)
+        await self._forward(data)
+        await self._update(data)
+        return step_metrics(
+            step=step,
+            policy_version=self._fleet.policy_version,
+            collected=collected,
+            groups=groups,
+            gangs=data.gangs,
+            push=data.push,
+            times=self._clock.read(),
+        )
+
+    async def _collect(self, step: int) -> CollectedExperience:
+        with self._waits.waiting("coordinator", self._fleet.traffic_ids, f"rollouts and scores of step {step}"):
+            return await self._workload.collect(self._fleet.policy_version)
+
+    async def _take(self, step: int, num_groups: int) -> list[QueuedGroup]:
+        with self._clock.measure(Stage.QUEUE), self._waits.waiting("coordinator", ["redis"], f"{num_groups} groups for step {step}"):
+            groups = await self._workload.queue.take_groups(num_groups, TAKE_TIMEOUT_S)
+        if len(groups) < num_groups:
+            raise StateError(
+                f"only {len(groups)} of the {num_groups} groups of step {step} came out of the queue within {TAKE_TIMEOUT_S:g} s; "
+                "does another process use this run's Redis keys?"
+            )
+        return groups
+
+    async def _forward(self, data: _StepData) -> None:
+        async with asyncio.TaskGroup() as group:
+            for role in self._roles.values():
+                group.create_task(self._forward_gang(role, data))
+        advantages = await self._gang(ServiceKind.ACTOR).compute_advantages(data.step, self._config.algorithm.kl_coef)
+        data.add(ServiceKind.ACTOR, advantages)
+
+    async def _forward_gang(self, role: GangRole, data: _StepData) -> None:
+        batch = plan_batch(
+            data.groups,
+            role.world_size,
+            self._config.algorithm.mini_batches,
+            role.section.micro_batch_tokens,
+            self._config.run.id,
+            data.step,
+        )
+        data.add(role.kind, await self._gang(role.kind).forward_batch(batch))
+
+    async def _update(self, data: _StepData) -> None:
+        actor_committed = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._update_actor_and_push(data, actor_committed))
+            if ServiceKind.CRITIC in self._roles:
+                data.add(ServiceKind.CRITIC, _update_metrics(await self._gang(ServiceKind.CRITIC).update_batch(data.step)))
+            await actor_committed.wait()
+            # Beside the push: what has been trained must not be trained again, whatever becomes of the push.
+            with self._clock.measure(Stage.QUEUE):
+                await self._workload.queue.ack(data.groups)
+
+    async def _update_actor_and_push(self, data: _StepData, committed: asyncio.Event) -> None:
+        with self._waits.waiting("coordinator", ["actor"], f"its weights to be free for the update of step {data.step}"):
+            await self._fleet.weights_lock.acquire()
+        try:
+            result = await self._gang(ServiceKind.ACTOR).update_batch(data.step)
+            data.add(ServiceKind.ACTOR, _update_metrics(result))
+            committed.set()
+            self._enter(RunState.PUSHING)
+            await self._push(result, data)
+        finally:
+            self._fleet.weights_lock.release()
+
+    async def _push(self, result: UpdateResult, data: _StepData) -> None:
+        if result.policy_version == self._fleet.policy_version:
+            log.warning("push_skipped", step=data.step, policy_version=result.policy_version, reason="the update was not applied")
+            return
+        await self._fleet.push(result.policy_version)
+        entry = self._history.last_committed()
+        if entry is not None and entry.report.policy_version == result.policy_version:
+            data.push = entry
+
+    def _gang(self, kind: ServiceKind) -> Gang:
+        return self._fleet.gang(kind)
+
+
+def _update_metrics(result: UpdateResult) -> dict[str, float]:
+    return result.metrics | {"update_applied": float(result.applied)}

@@ -1,0 +1,53 @@
+"""One step's metrics, as in metrics.jsonl.
+
+A gang's metrics get its role as prefix (`actor_loss`, `critic_grad_norm`, ...); those in SHARED are the actor's and appear
+without it as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from shoal.queue.entries import QueuedGroup
+from shoal_coordinator.experience import CollectedExperience
+from shoal_coordinator.push_history import PushEntry
+from shoal_coordinator.stage_clock import StepTimes
+
+SHARED = ("kl", "entropy", "clip_fraction", "ratio_max_deviation", "lr", "logprob_max_difference")
+
+
+def step_metrics(
+    *,
+    step: int,
+    policy_version: int,
+    collected: CollectedExperience,
+    groups: Sequence[QueuedGroup],
+    gangs: Mapping[str, Mapping[str, float]],
+    push: PushEntry | None,
+    times: StepTimes,
+) -> dict[str, float]:
+    """Put a step's metrics together.
+
+    Args:
+        step: from 1.
+        policy_version: that the step ended with.
+        collected: scalars of the rollouts.
+        groups: what was trained.
+        gangs: metrics of each role ("actor", "critic"), of all commands.
+        push: the step's weight push, if one was committed.
+        times: of the whole step.
+    """
+    num_tokens = sum(group.num_tokens for group in groups)
+    metrics: dict[str, float] = {"step": step, "policy_version": policy_version, "num_tokens": num_tokens}
+    metrics |= collected.metrics()
+    for role, values in gangs.items():
+        metrics |= {key if key.startswith(f"{role}_") else f"{role}_{key}": value for key, value in values.items()}
+    metrics |= {key: value for key, value in gangs.get("actor", {}).items() if key in SHARED}
+    metrics |= times.as_metrics()
+    metrics["rollout_policy_version"] = min(collected.policy_versions, default=policy_version)
+    metrics["tokens_per_s"] = num_tokens / times.step_s if times.step_s > 0 else 0.0
+    metrics["push_pause_ms"] = push.max_pause_ms if push is not None else 0.0
+    metrics["push_bytes"] = push.report.num_bytes if push is not None else 0
+    metrics["timestamp_unix_s"] = time.time()
+    return metrics

@@ -1,0 +1,323 @@
+"""An in-process coordinator over scripted clients: no sockets, no Redis, no model. Tests gate it with events.
+
+async with RunHarness(tmp_path, steps=2) as run:
+    run.join_all()
+    await run.until(RunState.FINISHED)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from shoal_coordinator.app import Coordinator
+from shoal_coordinator.evaluation import Evaluation
+from shoal_coordinator.experience import CollectedExperience
+from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.states import RunState
+from shoal_coordinator.workload import Workload
+
+from shoal.config.load import build_config
+from shoal.errors import ShoalError
+from shoal.queue.entries import QueuedGroup
+from shoal.types import (
+    Batch,
+    Completion,
+    ExportResult,
+    RecordRef,
+    RolloutDescription,
+    SamplingParams,
+    ScorerDescription,
+    ScoreResult,
+    ScoreSample,
+    ServiceInfo,
+    ServiceKind,
+    TrainerDescription,
+    TrainerRole,
+    UpdateResult,
+)
+from tests.helpers.fake_services import make_layout, make_shard
+from tests.helpers.push_fakes import ScriptedSink, ScriptedSource
+
+KINDS = {"rollout-0": ServiceKind.ROLLOUT, "reward-0": ServiceKind.REWARD, "actor": ServiceKind.ACTOR, "critic": ServiceKind.CRITIC}
+
+
+class ClosableSink(ScriptedSink):
+    """A sink over a channel that was never opened."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class ClosableSource(ScriptedSource):
+    """A source over a channel that was never opened."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class ScriptedTrainer:
+    """A gang that keeps a log of its commands; `fail` raises at a command such as "update 2", `gates` makes it wait."""
+
+    def __init__(self, role: TrainerRole, log: list[str], source: ScriptedSource | None = None) -> None:
+        self.role = role
+        self.step = 0
+        self.fail: dict[str, ShoalError] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.applies = True
+        self._log = log
+        self._source = source
+
+    async def describe(self, *, timeout_s: float) -> TrainerDescription:
+        return TrainerDescription(service_id=self.role, role=self.role, world_size=1, num_parameters=4, step=self.step, has_reference=True)
+
+    async def forward_batch(self, batch: Batch, *, timeout_s: float) -> dict[str, float]:
+        assert sum(len(refs) for rank in batch.ranks for mini in rank for refs in mini.micro_batches) == 4
+        await self._command(f"forward {batch.step}")
+        return {"kl": 0.1 * batch.step} if self.role is TrainerRole.ACTOR else {"value_mean": 0.5}
+
+    async def compute_advantages(self, step: int, kl_coef: float, *, timeout_s: float) -> dict[str, float]:
+        await self._command(f"advantages {step}")
+        return {"advantage_std": 1.0}
+
+    async def update_batch(self, step: int, *, timeout_s: float) -> UpdateResult:
+        await self._command(f"update {step}")
+        if self.applies:
+            self.step = step
+        if self._source is not None:
+            self._source.policy_version = self.step
+        return UpdateResult(policy_version=self.step, applied=self.applies, metrics={"loss": 0.5, "grad_norm": 1.0})
+
+    async def export_model(self, folder: str, *, timeout_s: float) -> ExportResult:
+        await self._command("export")
+        return ExportResult(folder=folder, policy_version=self.step, num_bytes=16)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def _command(self, name: str) -> None:
+        self._log.append(f"{self.role} {name}")
+        if name in self.gates:
+            await self.gates[name].wait()
+        if name in self.fail:
+            raise self.fail[name]
+
+
+class SilentRollout:
+    """Never asked to generate: the fake workload does not. Answers probes with `answers`."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+
+    async def describe(self, *, timeout_s: float) -> RolloutDescription:
+        return RolloutDescription(
+            service_id="rollout-0",
+            model="fake",
+            vocab_size=8,
+            max_model_len=8,
+            tensor_parallel_size=1,
+            weight_dtype="float32",
+            policy_version=self.policy_version,
+            num_running=0,
+            draining=False,
+        )
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        num_samples: int,
+        seeds: Sequence[int] = (),
+        min_policy_version: int = 0,
+        *,
+        timeout_s: float,
+    ) -> AsyncGenerator[Completion, None]:
+        raise NotImplementedError
+        yield
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class SilentReward:
+    """Never asked to score."""
+
+    async def describe(self, *, timeout_s: float) -> list[ScorerDescription]:
+        return []
+
+    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class ScriptedConnector:
+    """Hands out one scripted client per address."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.source_end = ClosableSource([make_shard()], 0)
+        self.actor = ScriptedTrainer(TrainerRole.ACTOR, self.log, self.source_end)
+        self.critic = ScriptedTrainer(TrainerRole.CRITIC, self.log)
+        self.sinks: dict[str, ClosableSink] = {}
+
+    def rollout(self, address: str) -> SilentRollout:
+        return SilentRollout()
+
+    def sink(self, address: str) -> ClosableSink:
+        return self.sinks.setdefault(address, ClosableSink(make_layout(address.removesuffix(":1"))))
+
+    def source(self, address: str) -> ClosableSource:
+        return self.source_end
+
+    def trainer(self, address: str) -> ScriptedTrainer:
+        return self.actor if address.startswith("actor") else self.critic
+
+    def reward(self, address: str) -> SilentReward:
+        return SilentReward()
+
+
+class ListQueue:
+    """Groups in memory."""
+
+    def __init__(self) -> None:
+        self.groups: list[QueuedGroup] = []
+        self.acked: list[str] = []
+
+    async def take_groups(self, num_groups: int, timeout_s: float) -> list[QueuedGroup]:
+        return self.groups[:num_groups]
+
+    async def ack(self, groups: Sequence[QueuedGroup]) -> None:
+        self.acked += [group.group_id for group in groups]
+        self.groups = [group for group in self.groups if group.group_id not in self.acked]
+
+    async def depth(self) -> int:
+        return len(self.groups)
+
+
+class FakeWorkload:
+    """Two groups of two samples a step, with made-up rewards; collecting waits for `may_collect`."""
+
+    def __init__(self, log: list[str], held_out: bool) -> None:
+        self.queue = ListQueue()
+        self.has_held_out = held_out
+        self.may_collect = asyncio.Event()
+        self.may_collect.set()
+        self.collecting = asyncio.Event()
+        self.position = 0
+        self.collected_with: list[int] = []
+        self._log = log
+
+    def seek(self, step: int) -> None:
+        self.position = step
+
+    async def collect(self, policy_version: int) -> CollectedExperience:
+        self.collecting.set()
+        await self.may_collect.wait()
+        self.position += 1
+        self._log.append(f"collect {self.position} at version {policy_version}")
+        self.queue.groups += [_group(f"s{self.position}-g{index}") for index in range(2)]
+        return CollectedExperience(
+            num_groups=2, rewards=[1.0, 0.0, 1.0, 0.0], lengths=[3] * 4, stopped=[True] * 4, policy_versions={policy_version}
+        )
+
+    async def evaluate(self, policy_version: int) -> Evaluation:
+        self._log.append(f"evaluate version {policy_version}")
+        return Evaluation(accuracy=0.1 * policy_version, mean_reward=0.0, policy_versions=(policy_version,), num=10, num_unscored=0)
+
+
+def _group(group_id: str) -> QueuedGroup:
+    refs = tuple(
+        RecordRef(key=f"{group_id}-{index}", group_id=group_id, num_prompt_tokens=2, num_response_tokens=3, reward=1.0)
+        for index in range(2)
+    )
+    return QueuedGroup(entry_id=group_id, group_id=group_id, refs=refs)
+
+
+class RunHarness:
+    """A coordinator whose run is executing; services join when the test says so."""
+
+    def __init__(self, folder: Path, *, held_out: bool = False, policy_loss: str = "gae", **sections: dict[str, Any]) -> None:
+        tree: dict[str, Any] = {
+            "run": {"id": "test", "folder": str(folder), "steps": 3} | sections.pop("run", {}),
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl"} | ({"held_out": "held_out.jsonl"} if held_out else {}),
+            "algorithm": {"estimator": policy_loss},
+            "coordinator": {"ready_timeout_s": 5.0, "lease_s": 1.5} | sections.pop("coordinator", {}),
+        } | sections
+        self.config = build_config(tree)
+        self.connector = ScriptedConnector()
+        self.workload = FakeWorkload(self.connector.log, held_out)
+        self._sink = MetricsSink(folder / "metrics.jsonl")
+        self.coordinator = Coordinator(self.config, self._sink, connector=self.connector, make_workload=self._open_workload)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reached: dict[RunState, asyncio.Event] = {state: asyncio.Event() for state in RunState}
+        self.states: list[RunState] = []
+
+    @property
+    def log(self) -> list[str]:
+        """What the services were told, in order."""
+        return self.connector.log
+
+    async def __aenter__(self) -> Self:
+        self.coordinator.machine.subscribe(self._note)
+        work = [self.coordinator.fleet.run(), self.coordinator.run.execute()]
+        self._tasks = [asyncio.create_task(task) for task in work]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sink.__exit__()
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
+
+    def cancel_run(self) -> None:
+        """As SIGTERM does."""
+        self._tasks[1].cancel()
+
+    def join(self, service_id: str, *, incarnation: str = "a", policy_version: int = 0) -> str:
+        """Register a service; its lease id."""
+        info = ServiceInfo(
+            run_id="test",
+            service_id=service_id,
+            kind=KINDS.get(service_id, ServiceKind.ROLLOUT),
+            address=f"{service_id}:1",
+            incarnation=incarnation,
+            policy_version=policy_version,
+        )
+        return self.coordinator.registry.register(info).lease_id
+
+    def join_all(self) -> None:
+        """Register one service of each kind."""
+        for service_id in KINDS:
+            self.join(service_id)
+
+    async def until(self, state: RunState, timeout_s: float = 10.0) -> None:
+        """Wait until the run has been in a state since the last call for it."""
+        try:
+            await asyncio.wait_for(self._reached[state].wait(), timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"no {state}; states {self.states}, error {self.coordinator.run.progress.error}") from None
+        self._reached[state].clear()
+
+    async def until_true(self, condition: Any, timeout_s: float = 10.0) -> None:  # noqa: ANN401
+        """Wait for a condition that no event announces."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"condition not met; states {self.states}"
+            await asyncio.sleep(0.005)
+
+    def _note(self, old: RunState, new: RunState) -> None:
+        self.states.append(new)
+        self._reached[new].set()
+
+    @asynccontextmanager
+    async def _open_workload(self) -> AsyncIterator[Workload]:
+        yield self.workload
