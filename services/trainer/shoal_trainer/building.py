@@ -83,7 +83,8 @@ def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankP
     from shoal_trainer.weight_source import WeightSource
 
     exporter = Exporter(actor.module, config.model.path, context)
-    source = WeightSource(named_shards(actor.module), context.rank, context.world_size, open_source_transport(config.push))
+    transport = open_source_transport(config.push)
+    source = WeightSource(named_shards(actor.module), context.rank, context.world_size, transport, lambda: actor.policy_version)
     weights = WeightCommands(source, lambda: actor.policy_version).handlers()
     trainer = TrainerCommands(actor, lambda folder: exporter.export(folder, actor.policy_version)).handlers()
     return RankParts(
