@@ -13,7 +13,7 @@ from shoal.config.models import SecuritySection
 from shoal.errors import NotFoundError
 from shoal.rpc.channel import join_address
 from shoal.rpc.server import RpcServer
-from shoal.rpc.v1 import registry_pb2, registry_pb2_grpc, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from shoal.rpc.v1 import common_pb2, registry_pb2, registry_pb2_grpc, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 PLAINTEXT = SecuritySection(insecure=True)
 REWARD_SERVICE = "shoal.rpc.v1.RewardService"
@@ -65,6 +65,17 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer):
             raise
         finally:
             self.ended.set()
+
+    async def DescribeRollout(self, request: rollout_pb2.DescribeRolloutRequest, context: Any) -> rollout_pb2.DescribeRolloutResponse:  # noqa: ANN401
+        return rollout_pb2.DescribeRolloutResponse(
+            service_id="rollout-0", vocab_size=30, weight_dtype=common_pb2.DATA_TYPE_FLOAT32, policy_version=4, draining=True
+        )
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:  # noqa: ANN401
+        return rollout_pb2.AbortResponse(num_aborted=len(request.request_ids))
+
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:  # noqa: ANN401
+        return rollout_pb2.DrainResponse(num_running=5)
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):

@@ -21,7 +21,6 @@ from shoal.errors import CodecError, ConfigError, DeadlineError, InvalidRequestE
 from shoal.rpc.v1 import (
     experience_pb2,
     reward_pb2,
-    rollout_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
     weights_pb2,
@@ -358,21 +357,7 @@ async def test_source_client_carries_every_stage() -> None:
 
 
 async def test_describe_rollout_reads_every_field() -> None:
-    class Describing(FakeRollout):
-        async def DescribeRollout(
-            self, request: rollout_pb2.DescribeRolloutRequest, context: object
-        ) -> rollout_pb2.DescribeRolloutResponse:
-            return rollout_pb2.DescribeRolloutResponse(
-                service_id="rollout-0", vocab_size=30, weight_dtype=1, policy_version=4, draining=True
-            )
-
-        async def Abort(self, request: rollout_pb2.AbortRequest, context: object) -> rollout_pb2.AbortResponse:
-            return rollout_pb2.AbortResponse(num_aborted=len(request.request_ids))
-
-        async def Drain(self, request: rollout_pb2.DrainRequest, context: object) -> rollout_pb2.DrainResponse:
-            return rollout_pb2.DrainResponse(num_running=5)
-
-    async with serving(register_rollout(Describing([])), ROLLOUT_SERVICE) as address, RolloutClient(address, PLAINTEXT) as client:
+    async with serving(register_rollout(FakeRollout([])), ROLLOUT_SERVICE) as address, RolloutClient(address, PLAINTEXT) as client:
         description = await client.describe(timeout_s=5)
         assert (description.vocab_size, description.weight_dtype, description.policy_version, description.draining) == (
             30,

@@ -46,7 +46,7 @@ def _subclasses(cls: type[ShoalError]) -> Iterator[type[ShoalError]]:
             yield from _subclasses(child)
 
 
-@pytest.mark.parametrize("cls", sorted(set(_subclasses(ShoalError)), key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", sorted(set(_subclasses(ShoalError)), key=str))
 async def test_error_class_and_text_arrive_as_raised(cls: type[ShoalError]) -> None:
     async def fail(request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
         raise cls(f"what ☃: value 7 of {request.scorer}; do this")
@@ -270,6 +270,7 @@ async def test_stream_error_after_answers_keeps_class_and_answers() -> None:
         first = await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
+    assert isinstance(first, rollout_pb2.GenerateResponse)
     assert first.sample_index == 3
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ("shoal-error", "InvalidRequestError") in [tuple(entry) for entry in caught.value.trailing_metadata() or ()]
