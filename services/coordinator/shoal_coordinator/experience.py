@@ -20,7 +20,7 @@ from shoal.errors import ShoalError, StateError
 from shoal.types import Completion, ExperienceRecord, FinishReason, RewardComponent, ScoreResult, ScoreStatus
 from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest
 from shoal_coordinator.prompts import PromptTask
-from shoal_coordinator.scoring import GroupScorer, ScoredGroup
+from shoal_coordinator.scoring import GroupScorer, ScoredGroup, first_error
 from shoal_coordinator.stage_clock import Stage, StageClock
 
 MAX_CONCURRENT_CHUNKS = 4
@@ -134,7 +134,7 @@ class ExperienceCollector:
                     await slots.acquire()
                     work.create_task(self._finish(groups, collected, num_expected, slots))
         except* ShoalError as errors:
-            raise _first(errors) from None
+            raise first_error(errors) from None
         self._check_share(collected, collected.num_unscored + len(collected.rewards))
         if not collected.rewards:
             raise StateError(
@@ -249,14 +249,6 @@ def _components(scored: ScoredGroup, result: ScoreResult) -> tuple[RewardCompone
         )
         for name, value in (result.components or {scored.scorer: result.value}).items()
     )
-
-
-def _first(errors: BaseExceptionGroup[ShoalError]) -> ShoalError:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, ShoalError)  # noqa: S101 - the group holds nothing else
-    return error
 
 
 def _unix_ms() -> int:

@@ -72,8 +72,11 @@ class GroupScorer:
             InvalidRequestError: the scorer refuses the request as such.
         """
         chunks = [groups[start : start + GROUPS_PER_CALL] for start in range(0, len(groups), GROUPS_PER_CALL)]
-        async with asyncio.TaskGroup() as calls:
-            scoring = [calls.create_task(self._score_chunk(chunk)) for chunk in chunks]
+        try:
+            async with asyncio.TaskGroup() as calls:
+                scoring = [calls.create_task(self._score_chunk(chunk)) for chunk in chunks]
+        except* ShoalError as errors:
+            raise first_error(errors) from None
         return [scored for task in scoring for scored in task.result()]
 
     async def _score_chunk(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
@@ -134,6 +137,14 @@ class GroupScorer:
                 failed_on.append(server.server_id)
                 if len(failed_on) > MAX_FAILOVERS or time.monotonic() >= deadline:
                     raise
+
+
+def first_error(errors: BaseExceptionGroup[ShoalError]) -> ShoalError:
+    """The first error of a group of concurrent ones, which all have the same cause as a rule."""
+    error: ShoalError | BaseExceptionGroup[ShoalError] = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def checked_results(samples: Sequence[ScoreSample], results: Sequence[ScoreResult]) -> list[ScoreResult]:

@@ -24,6 +24,9 @@ Prompt = str | list[dict[str, Any]]
 """A plain string, or chat messages with `role` and `content`."""
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 class PromptTokenizer(Protocol):
     """What the coordinator needs of a tokenizer."""
 
@@ -121,6 +124,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> HuggingFace
 
     Raises: ConfigError: there is no readable tokenizer.
     """
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"model.path {path!r} has no readable tokenizer: it should hold one of {', '.join(_TOKENIZER_FILES)}")
     from transformers import PreTrainedTokenizerFast
 
     # transformers raises many kinds for a bad folder.

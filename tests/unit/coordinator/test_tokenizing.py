@@ -1,0 +1,155 @@
+"""BOS, templates, decoding, model limits; with real tokenizers built here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits, stop_ids
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from shoal.errors import ConfigError, DataError
+
+BOS, A, B = 1, 3, 4
+WITH_BOS = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+WITHOUT_BOS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CHAT = [{"role": "user", "content": "ab"}]
+
+SaveTokenizer = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> SaveTokenizer:
+    def saved(*, adds_bos: bool, template: str | None = None, bos: str | None = "<bos>") -> Path:
+        vocab = {"<pad>": 0, "<bos>": BOS, "<eos>": 2, "a": A, "b": B}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))  # noqa: S106
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        if adds_bos:
+            tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+        from transformers import PreTrainedTokenizerFast
+
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token=bos, eos_token="<eos>")  # noqa: S106
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path)
+        return tmp_path
+
+    return saved
+
+
+def ids_of(tokenizer: HuggingFaceTokenizer, prompt: str | list[dict[str, object]]) -> list[int]:
+    (ids,) = tokenizer.encode([tokenizer.text(prompt)])
+    return list(map(int, ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"), [(WITH_BOS, CHAT), (WITHOUT_BOS, CHAT), (None, "ab"), (WITH_BOS, "ab"), (None, "<bos><bos>ab")]
+)
+def test_tokenizer_that_adds_bos_gives_exactly_one(
+    save: SaveTokenizer, template: str | None, prompt: str | list[dict[str, object]]
+) -> None:
+    tokenizer = load_tokenizer(str(save(adds_bos=True, template=template)))
+    assert ids_of(tokenizer, prompt) == [BOS, A, B]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "expected"),
+    [(WITH_BOS, CHAT, [BOS, A, B]), (WITHOUT_BOS, CHAT, [A, B]), (None, "ab", [A, B]), (None, "<bos><bos>ab", [BOS, A, B])],
+)
+def test_tokenizer_that_adds_no_bos_leaves_it_to_the_template(
+    save: SaveTokenizer, template: str | None, prompt: str | list[dict[str, object]], expected: list[int]
+) -> None:
+    tokenizer = load_tokenizer(str(save(adds_bos=False, template=template)))
+    assert ids_of(tokenizer, prompt) == expected
+
+
+def test_tokenizer_without_bos_adds_none(save: SaveTokenizer) -> None:
+    assert ids_of(load_tokenizer(str(save(adds_bos=False, bos=None))), "ab") == [A, B]
+
+
+def test_prompt_of_nothing_but_bos_keeps_one(save: SaveTokenizer) -> None:
+    tokenizer = load_tokenizer(str(save(adds_bos=True)))
+    assert ids_of(tokenizer, "") == [BOS]
+    assert ids_of(tokenizer, "<bos>") == [BOS]
+
+
+def test_decode_leaves_special_tokens_out(save: SaveTokenizer) -> None:
+    tokenizer = load_tokenizer(str(save(adds_bos=True)))
+    assert tokenizer.decode(tokenizer.encode(["ab<eos>", "b"])) == ["ab", "b"]
+    assert tokenizer.decode([]) == []
+    assert tokenizer.encode([]) == []
+
+
+def test_chat_without_template_and_refusing_template_are_data_errors(save: SaveTokenizer) -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        load_tokenizer(str(save(adds_bos=True))).text(CHAT)
+    refuses = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="roles must alternate"):
+        load_tokenizer(str(save(adds_bos=True, template=refuses))).text(CHAT)
+
+
+def test_hash_changes_with_the_template(save: SaveTokenizer) -> None:
+    one = load_tokenizer(str(save(adds_bos=True, template=WITH_BOS))).tokenizer_hash
+    assert one == load_tokenizer(str(save(adds_bos=True, template=WITH_BOS))).tokenizer_hash
+    assert one != load_tokenizer(str(save(adds_bos=True, template=WITHOUT_BOS))).tokenizer_hash
+
+
+def test_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path .* no readable tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.path .* no readable tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def write_config(folder: Path, config: object, generation: object = None) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+def test_limits_come_from_the_configs(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 2}, {"eos_token_id": [2, 5]})
+    assert read_model_limits(path) == ModelLimits(vocab_size=9, max_context=64, eos_token_ids=(2, 5))
+
+
+def test_limits_without_generation_config_or_context(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"text_config": {"vocab_size": 9, "eos_token_id": 2}})
+    assert read_model_limits(path) == ModelLimits(vocab_size=9, max_context=None, eos_token_ids=(2,))
+
+
+def test_stop_ids_are_those_of_model_and_tokenizer(save: SaveTokenizer) -> None:
+    limits = ModelLimits(vocab_size=9, max_context=None, eos_token_ids=(5, 2))
+    assert stop_ids(load_tokenizer(str(save(adds_bos=True))), limits) == (2, 5)
+
+
+@pytest.mark.parametrize(("content", "match"), [(None, "no readable config.json"), ("{}", "no vocab_size"), ("{", "unreadable")])
+def test_bad_model_config_is_named(tmp_path: Path, content: str | None, match: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=match):
+        read_model_limits(str(tmp_path))
+
+
+@pytest.mark.parametrize("torch_is_installed", [True, False])
+def test_tokenising_imports_no_torch(save: SaveTokenizer, torch_is_installed: bool) -> None:
+    path = write_config(save(adds_bos=True, template=WITH_BOS), {"vocab_size": 5})
+    script = f"""
+import sys
+if not {torch_is_installed}:
+    sys.modules["torch"] = None
+from shoal_coordinator.tokenizing import load_tokenizer, read_model_limits
+tokenizer = load_tokenizer({path!r})
+ids = tokenizer.encode([tokenizer.text([{{"role": "user", "content": "ab"}}])])
+read_model_limits({path!r})
+assert ids[0].tolist() == [1, 3, 4], ids
+assert tokenizer.decode(ids) == ["ab"]
+assert sys.modules.get("torch") is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
