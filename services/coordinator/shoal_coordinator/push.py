@@ -212,18 +212,26 @@ class WeightPush:
         return plan
 
     async def _plan(self, shards: Sequence[SourceShard], layouts: Mapping[str, SinkLayout]) -> tuple[PushPlan, list[SinkLayout]]:
-        """Plan for all sinks; those whose layout alone cannot be planned are left out."""
+        """Plan for all sinks; those whose layout cannot be planned are left out."""
         for server_id, layout in layouts.items():
             if layout.server_id != server_id:
                 self._fail(server_id, f"answers as server {layout.server_id!r}")
-                continue
-            try:
-                await asyncio.to_thread(plan_copies, shards, [layout])
-            except TransportError as error:
-                self._fail(server_id, str(error))
+        self._require_sinks()
+        sinks = [layouts[server_id] for server_id in self._live()]
+        try:
+            return await asyncio.to_thread(plan_copies, shards, sinks), sinks
+        except TransportError:
+            await self._drop_unplannable(shards, sinks)
         self._require_sinks()
         sinks = [layouts[server_id] for server_id in self._live()]
         return await asyncio.to_thread(plan_copies, shards, sinks), sinks
+
+    async def _drop_unplannable(self, shards: Sequence[SourceShard], sinks: Sequence[SinkLayout]) -> None:
+        for sink in sinks:
+            try:
+                await asyncio.to_thread(plan_copies, shards, [sink])
+            except TransportError as error:
+                self._fail(sink.server_id, str(error))
 
     async def _transfer(self, plan: PushPlan) -> dict[str, list[CopyDigest]]:
         timeout_s = self._deadlines.transfer_timeout_s

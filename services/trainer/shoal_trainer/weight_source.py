@@ -63,6 +63,7 @@ class WeightSource:
         self._transport = transport
         self._boxes = {name: local_box(name, parameter) for name, parameter in self._parameters.items()}
         self._push: _PreparedPush | None = None
+        self._planned: tuple[tuple[tuple[SourceShard, ...], tuple[SinkLayout, ...]], str, tuple[Copy, ...]] | None = None
         self.transferred_bytes = 0
         """Bytes that the last transfer wrote, servers that failed not counted."""
 
@@ -94,8 +95,7 @@ class WeightSource:
         if strangers:
             msg = f"shards of ranks {strangers} do not belong to a gang of {self._world_size}"
             raise TransportError(msg)
-        plan = plan_copies(all_shards, sinks)
-        copies = plan.copies_of(self._rank)
+        plan_hash, copies = self._plan(tuple(all_shards), tuple(sinks))
         self._push = _PreparedPush(
             push_id=push_id,
             policy_version=policy_version,
@@ -103,7 +103,7 @@ class WeightSource:
             workers={(sink.server_id, worker.worker_rank): worker for sink in sinks for worker in sink.workers},
             server_ids=tuple(sink.server_id for sink in sinks),
         )
-        return plan.plan_hash, len(copies), sum(copy.num_bytes for copy in copies)
+        return plan_hash, len(copies), sum(copy.num_bytes for copy in copies)
 
     def transfer(self, push_id: str) -> dict[str, list[CopyDigest]]:
         """Write this rank's slices into every sink; may be repeated for the same push.
@@ -137,6 +137,13 @@ class WeightSource:
         """Let go of the sinks' staging buffers."""
         self._push = None
         self._transport.close()
+
+    def _plan(self, all_shards: tuple[SourceShard, ...], sinks: tuple[SinkLayout, ...]) -> tuple[str, tuple[Copy, ...]]:
+        """Hash of the plan and this rank's copies; layouts seldom change between pushes, so the last ones are kept."""
+        if self._planned is None or self._planned[0] != (all_shards, sinks):
+            plan = plan_copies(all_shards, sinks)
+            self._planned = (all_shards, sinks), plan.plan_hash, plan.copies_of(self._rank)
+        return self._planned[1:]
 
     def _check_version(self, policy_version: int) -> None:
         if self._held_version is not None and (held := self._held_version()) != policy_version:

@@ -5,6 +5,9 @@ Only the engine is missing: the sink stages, digests and swaps, but serves nobod
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from shoal.clients.weights import WeightSourceClient
 from shoal.config.models import PushSection, SecuritySection
 from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import weights_pb2_grpc
+from shoal.types.weights import SourceTransferred
 from shoal.weights.stages import PushStage
 from tests.helpers.push_gang import COUNT_COLLECTIVES, UPDATE, PipeGang, full_parameters
 from tests.helpers.shm_sink import ShmSink, expected_parameters
@@ -143,21 +147,38 @@ async def test_a_version_that_the_gang_does_not_hold_is_not_pushed(rig: Rig, fol
     sink.close()
 
 
-async def test_a_killed_rank_leaves_the_old_version(tmp_path: Path) -> None:
-    """The producer dies in PREPARE, after it was described; staging still holds the bytes of the push before."""
+class SignallingSource:
+    """A source whose rank 1 gets a signal just before TRANSFER."""
+
+    def __init__(self, client: WeightSourceClient, gang: PipeGang, signal_number: signal.Signals) -> None:
+        self.describe, self.prepare, self.abort = client.describe, client.prepare, client.abort
+        self._client, self._gang, self._signal = client, gang, signal_number
+
+    async def transfer(self, push_id: str, *, timeout_s: float) -> SourceTransferred:
+        process_id = self._gang.processes[1].pid
+        assert process_id is not None
+        os.kill(process_id, self._signal)
+        return await self._client.transfer(push_id, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "words"), [(signal.SIGKILL, "a rank of the gang died"), (signal.SIGSTOP, "no answer|did not answer")]
+)
+async def test_a_rank_lost_in_transfer_leaves_the_old_version(tmp_path: Path, signal_number: signal.Signals, words: str) -> None:
+    """Rank 0 has written its half of the new version by then."""
     gang = PipeGang(2, tmp_path, tied=True)
     rig = Rig(gang, tied=True)
     sink = ShmSink.decoder("rollout-0", 2, str(tmp_path))
     try:
         async with served(gang) as client:
             assert (await rig.push_next(client, sink)).state is PushStage.COMMITTED
-            gang.processes[1].kill()
-            gang.processes[1].join()
-            report = await push(client, {"rollout-0": sink}, rig.version, DEADLINES)
+            await gang.run(UPDATE, b"", 30)
+            deadlines = DEADLINES.model_copy(update={"transfer_timeout_s": 2.0})
+            report = await push(SignallingSource(client, gang, signal_number), {"rollout-0": sink}, rig.version + 1, deadlines)
             assert report.state is PushStage.ABORTED
-            assert "a rank of the gang died" in str(report.error)
+            assert re.search(words, str(report.error))
             rig.check_serves(sink, rig.version)
-            assert sink.staged(0)["model.norm.weight"].any()
     finally:
+        gang.processes[1].kill()
         gang.close()
         sink.close()
