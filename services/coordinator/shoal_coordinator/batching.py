@@ -94,12 +94,16 @@ def _balance(refs: Sequence[RecordRef], num_ranks: int) -> list[list[RecordRef]]
 
 
 def _fill_micro_batches(refs: Sequence[RecordRef], micro_batch_tokens: int) -> list[Refs]:
-    """Cut refs, which are sorted by length, into runs that fit the budget."""
+    """Cut refs, which are sorted by length, into runs that fit the budget (see `padded_tokens`)."""
     filled: list[Refs] = []
     run: list[RecordRef] = []
+    longest_prompt = longest_response = 0
     for ref in refs:
-        if run and padded_tokens([*run, ref]) > micro_batch_tokens:
+        longest_prompt = max(longest_prompt, ref.num_prompt_tokens)
+        longest_response = max(longest_response, ref.num_response_tokens)
+        if run and (len(run) + 1) * (longest_prompt + longest_response) > micro_batch_tokens:
             filled.append(tuple(run))
             run = []
+            longest_prompt, longest_response = ref.num_prompt_tokens, ref.num_response_tokens
         run.append(ref)
     return [*filled, tuple(run)] if run else filled

@@ -17,7 +17,7 @@ from shoal.codec.rollout import (
     sampling_params_from_proto,
     sampling_params_to_proto,
 )
-from shoal.codec.tensor import parse, tensor_to_proto, vector_from_proto
+from shoal.codec.tensor import numpy_dtype, parse, tensor_to_proto, vector_from_proto
 from shoal.errors import CodecError
 from shoal.rpc.v1 import experience_pb2
 from shoal.types import EXPERIENCE_SCHEMA_VERSION, Batch, ExperienceRecord, MiniBatch, RecordRef, ScoreStatus
@@ -117,7 +117,7 @@ def _check_record(record: ExperienceRecord) -> None:
         arrays["token_rewards"] = (record.token_rewards, "float32")
     num_tokens = len(record.response_ids)
     for what, (array, dtype) in arrays.items():
-        if array.shape != (num_tokens,) or array.dtype.name != dtype:
+        if array.shape != (num_tokens,) or array.dtype != numpy_dtype(dtype):
             raise CodecError(f"{name}: {what} is {array.dtype.name}{list(array.shape)}; it must be {dtype}[{num_tokens}]")
     prompt_ids = record.prompt_ids
     if prompt_ids.ndim != 1 or prompt_ids.dtype != np.int32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -51,6 +52,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+@functools.lru_cache(maxsize=64)  # numpy computes the name anew at each access, and every record needs several
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the codec name of a numpy dtype of any byte order.
 

@@ -131,6 +131,25 @@ async def test_cancelled_takes_lose_nothing_and_mix_up_no_reply(queue: Experienc
     assert queue.num_dead_lettered == 0
 
 
+async def test_entry_whose_reply_was_lost_is_found_among_the_pending_ones(
+    queue: ExperienceQueue, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.queue.experience.BLOCK_SLICE_S", 0.02)
+    await queue.put_group(make_group("a"))
+    (taken,) = await queue.take_groups(1, TAKE_S)
+    await queue.put_group(make_group("b"))
+    raw.xreadgroup(keys.CONSUMER_GROUP, keys.CONSUMER, {keys.stream_key("run"): ">"})
+    assert [group.group_id for group in await queue.take_groups(1, TAKE_S)] == ["b"]
+    await queue.ack([taken])
+
+
+async def test_idle_take_outlives_many_blocking_reads(queue: ExperienceQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.queue.experience.BLOCK_SLICE_S", 0.01)
+    assert await queue.take_groups(1, timeout_s=0.3) == []
+    await queue.put_group(make_group("a"))
+    assert len(await queue.take_groups(1, TAKE_S)) == 1
+
+
 async def test_group_delivered_too_often_is_buried_with_a_reason(queue: ExperienceQueue, raw: redis.Redis) -> None:
     await queue.put_groups([make_group("poison"), make_group("good")])
     for _ in range(3):
