@@ -55,7 +55,7 @@ def open_async(url: str, *, blocking: bool = False) -> redis.asyncio.Redis:
     """
     retry = redis.asyncio.retry.Retry(_BACKOFF, 0 if blocking else NUM_RETRIES)
     with _readable(url):
-        return redis.asyncio.Redis.from_url(url, retry=retry, **_options())
+        return redis.asyncio.Redis.from_url(url, retry=retry, **_options(url))
 
 
 def open_sync(url: str) -> redis.Redis:
@@ -64,7 +64,7 @@ def open_sync(url: str) -> redis.Redis:
     Raises: ConfigError: the url is not a Redis address.
     """
     with _readable(url):
-        return redis.Redis.from_url(url, retry=redis.retry.Retry(_BACKOFF, NUM_RETRIES), **_options())
+        return redis.Redis.from_url(url, retry=redis.retry.Retry(_BACKOFF, NUM_RETRIES), **_options(url))
 
 
 @contextmanager
@@ -82,9 +82,11 @@ def translated(url: str, doing: str) -> Iterator[None]:
         raise _to_shoal(error, url, doing) from error
 
 
-def _options() -> dict[str, Any]:
+def _options(url: str) -> dict[str, Any]:
     # Protocol 2 pins the shape of stream replies.
-    return {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_keepalive": True, "protocol": 2}
+    options: dict[str, Any] = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": CONNECT_TIMEOUT_S, "protocol": 2}
+    # A unix socket's connection class does not know keepalive.
+    return options if url.startswith("unix://") else {**options, "socket_keepalive": True}
 
 
 @contextmanager
