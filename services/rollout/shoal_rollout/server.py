@@ -1,0 +1,176 @@
+"""Serves one engine: gRPC services, registration, watch over the engine's processes, orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import os
+import uuid
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from shoal.clients.registry import LeaseKeeper
+from shoal.config.models import RunConfig
+from shoal.errors import ShoalError
+from shoal.rpc.channel import join_address
+from shoal.rpc.server import RpcServer, serve_until_signal
+from shoal.rpc.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from shoal.telemetry.logs import get_logger
+from shoal.telemetry.metrics import start_metrics_server
+from shoal.types import ServiceInfo, ServiceKind
+from shoal_rollout import rollout_servicer, weight_sink_servicer
+from shoal_rollout.engine import VllmEngine
+from shoal_rollout.generation import Generation
+from shoal_rollout.model_facts import ModelFacts
+from shoal_rollout.weight_sink import WeightSink
+
+log = get_logger(__name__)
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 70
+EXIT_COMMIT_FAILED = 71
+_WATCH_S = 0.5
+_DRAIN_TIMEOUT_S = 30.0
+
+
+class RolloutServer:
+    """Wires one engine to its services.
+
+    Args:
+        address_host: Host part of the address that is registered; None uses `host`.
+        coordinator: host:port of the coordinator; None registers nowhere.
+    """
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        facts: ModelFacts,
+        config: RunConfig,
+        *,
+        service_id: str,
+        host: str,
+        port: int,
+        address_host: str | None = None,
+        coordinator: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._facts = facts
+        self._config = config
+        self._service_id = service_id
+        self._host = host
+        self._address_host = host if address_host is None else address_host
+        self._coordinator = coordinator
+        self._stop = asyncio.Event()
+        self._exit_code = EXIT_OK
+        self._lease: LeaseKeeper | None = None
+        self._rpc = RpcServer(host, port, config.security)
+        self._generation = Generation(
+            engine, engine_id=service_id, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, eos_ids=facts.eos_ids
+        )
+        self._sink = WeightSink(
+            engine,
+            server_id=service_id,
+            staging_name=staging_name(config.run.id, service_id, os.getpid()),
+            push=config.push,
+            on_committed=self._on_committed,
+            on_failed=self._on_commit_failed,
+        )
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's death.
+
+        Returns: the exit code of the process.
+        Raises: ShoalError: the server cannot start.
+        """
+        remove_stale_staging(self._config.push.shm_dir, self._config.run.id, self._service_id)
+        await self._sink.discover(self._facts.folder)
+        await self._engine.update_version("0")
+        start_metrics_server(self._config.telemetry.metrics_port, host=self._host)
+        self._add_services()
+        port = await self._rpc.start()
+        watching = asyncio.create_task(self._watch_engine(), name="engine-watch")
+        try:
+            async with AsyncExitStack() as stack:
+                self._rpc.set_serving(True)
+                if self._coordinator is not None:
+                    self._lease = await stack.enter_async_context(self._lease_keeper(self._coordinator, port))
+                await serve_until_signal(self._rpc, drain=self._drain, drain_timeout_s=_DRAIN_TIMEOUT_S, stop_event=self._stop)
+        finally:
+            watching.cancel()
+            await self._close()
+        return self._exit_code
+
+    def _add_services(self) -> None:
+        rollout = rollout_servicer.RolloutServicer(self._generation, self._config, self._service_id, self._facts)
+        self._rpc.add(lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server), rollout_servicer.SERVICE_NAME)
+        sink = weight_sink_servicer.WeightSinkServicer(self._sink)
+        self._rpc.add(
+            lambda server: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(sink, server), weight_sink_servicer.SERVICE_NAME
+        )
+
+    def _lease_keeper(self, coordinator: str, port: int) -> LeaseKeeper:
+        info = ServiceInfo(
+            run_id=self._config.run.id,
+            service_id=self._service_id,
+            kind=ServiceKind.ROLLOUT,
+            address=join_address(self._address_host, port),
+            incarnation=uuid.uuid4().hex,
+            policy_version=0,
+            process_id=os.getpid(),
+        )
+        return LeaseKeeper(coordinator, info, self._config.security)
+
+    def _on_committed(self, policy_version: int) -> None:
+        self._generation.policy_version = policy_version
+        if self._lease is not None:
+            self._lease.policy_version = policy_version
+
+    def _on_commit_failed(self, reason: str) -> None:
+        self._end(EXIT_COMMIT_FAILED, reason)
+
+    async def _watch_engine(self) -> None:
+        while not self._engine.is_dead:  # noqa: ASYNC110 - vLLM sets a flag, it has no event
+            await asyncio.sleep(_WATCH_S)
+        log.error("engine_died", service_id=self._service_id)
+        self._end(EXIT_ENGINE_DIED, "the engine process has died; this server is ending, use another one")
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self._exit_code = exit_code
+        self._generation.refuse(reason)
+        self._rpc.set_serving(False)
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        if self._exit_code != EXIT_OK:
+            # Nothing that runs can end well: let callers go on elsewhere at once.
+            with contextlib.suppress(ShoalError):
+                await self._generation.abort_all()
+            return
+        await self._generation.drain()
+
+    async def _close(self) -> None:
+        if not self._engine.is_dead:
+            try:
+                await self._sink.close()
+            except ShoalError as error:
+                log.warning("staging_not_closed", error=str(error))
+        # A dead engine cannot remove its own files.
+        remove_files(self._sink.staging_paths)
+
+
+def staging_name(run_id: str, service_id: str, process_id: int) -> str:
+    """Start of the names of a server's staging buffers; unique on a host while the process lives."""
+    return f"{run_id}-{service_id}-p{process_id}"
+
+
+def remove_stale_staging(folder: str, run_id: str, service_id: str) -> None:
+    """Remove what a killed predecessor of this very service left behind."""
+    remove_files(glob.glob(f"{glob.escape(folder)}/shoal-{run_id}-{service_id}-p[0-9]*-w[0-9]*"))
+
+
+def remove_files(paths: Iterable[str]) -> None:
+    """Remove files that may be gone already."""
+    for path in paths:
+        Path(path).unlink(missing_ok=True)

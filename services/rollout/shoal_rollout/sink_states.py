@@ -1,0 +1,46 @@
+"""Stages of a weight push at one rollout server.
+
+    IDLE ─► PREPARED ─► VERIFIED ─► COMMITTING ─► COMMITTED ─► PREPARED (next push)
+              │  ▲          │           │
+              └──┴──────────┴─► IDLE    └─► FAILED (the server ends)
+
+IDLE, PREPARED, VERIFIED: the old version is served. COMMITTED: the new one is. FAILED: unknown, nothing is served.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from shoal.errors import StateError
+
+
+class SinkState(StrEnum):
+    """Where the current push is."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    VERIFIED = "verified"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+TRANSITIONS: dict[SinkState, frozenset[SinkState]] = {
+    SinkState.IDLE: frozenset({SinkState.PREPARED}),
+    SinkState.PREPARED: frozenset({SinkState.PREPARED, SinkState.VERIFIED, SinkState.IDLE}),
+    SinkState.VERIFIED: frozenset({SinkState.PREPARED, SinkState.COMMITTING, SinkState.IDLE}),
+    SinkState.COMMITTING: frozenset({SinkState.COMMITTED, SinkState.FAILED}),
+    SinkState.COMMITTED: frozenset({SinkState.PREPARED}),
+    SinkState.FAILED: frozenset(),
+}
+
+
+def advance(current: SinkState, following: SinkState) -> SinkState:
+    """Move on.
+
+    Raises: StateError: the table has no such move; names both.
+    """
+    if following not in TRANSITIONS[current]:
+        allowed = ", ".join(sorted(TRANSITIONS[current])) or "none, the server must be replaced"
+        raise StateError(f"a weight push at {current} cannot go to {following}; allowed: {allowed}")
+    return following
