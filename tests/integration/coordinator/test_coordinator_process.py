@@ -1,0 +1,190 @@
+"""The real coordinator process with a real Redis server and scripted services over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from shoal.types import ScoreResult, ScoreStatus
+from tests.helpers.coordinator_process import VOCABULARY, running_coordinator, write_config
+from tests.helpers.fake_services import FakeCluster, FakeRollout
+from tests.helpers.valkey import running_valkey
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    with running_valkey(tmp_path / "redis") as server:
+        yield server.url
+
+
+def make_cluster(address: str) -> FakeCluster:
+    return FakeCluster(address, "test", vocab_size=len(VOCABULARY))
+
+
+async def test_coordinator_trains_three_steps_through_real_wires(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url)
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        assert await coordinator.wait() == 0
+    assert cluster.rollout.commits == cluster.actor.pushes == [1, 2, 3]
+    assert cluster.rollout.generated_at == [0] * 5 + [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5
+    assert [call for call in cluster.actor.calls if call.startswith("update")] == ["update 1", "update 2", "update 3"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["step"], step["policy_version"], step["num_samples"]) for step in metrics] == [(1, 1, 8), (2, 2, 8), (3, 3, 8)]
+    assert all(step["rollout_s"] > 0 and step["push_s"] > 0 and step["control_s"] <= step["step_s"] for step in metrics)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["state"], report["steps"], len(report["evaluations"])) == ("finished", 3, 2)
+    assert report["accuracy_before"] is not None
+    assert report["accuracy_after"] is not None
+
+
+async def test_coordinator_hands_each_gang_every_record_once_and_leaves_nothing_in_redis(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 2}, data={"held_out": None})
+    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        await coordinator.until_state("finished")
+        assert cluster.critic is not None
+        for gang in (cluster.actor, cluster.critic):
+            refs = {
+                step: {ref.key for rank in batch.ranks for mini in rank for micro in mini.micro_batches for ref in micro}
+                for step, batch in gang.batches.items()
+            }
+            assert [len(keys) for keys in refs.values()] == [8, 8]
+            assert not refs[1] & refs[2]
+        with redis.Redis.from_url(redis_url) as client:
+            assert [key for key in client.scan_iter("shoal:test:*") if b"record" in key] == []
+        assert (await coordinator.get("/v1/status"))["queue_depth"] == 0
+
+
+async def test_coordinator_serves_its_api_after_the_run_until_sigterm(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 1}, data={"held_out": None})
+    async with running_coordinator(config) as coordinator:
+        async with make_cluster(coordinator.grpc_address):
+            await coordinator.until_state("finished")
+            services = (await coordinator.get("/v1/services"))["services"]
+            assert {service["service_id"]: service["state"] for service in services} == dict.fromkeys(
+                ["rollout-0", "reward-0", "actor", "critic"], "ready"
+            )
+            (push,) = (await coordinator.get("/v1/pushes"))["pushes"]
+            assert (push["state"], push["servers"], set(push["stages_s"])) == (
+                "committed",
+                ["rollout-0"],
+                {"prepare", "transfer", "verify", "commit"},
+            )
+            (step,) = (await coordinator.get("/v1/steps"))["steps"]
+            assert step["step"] == 1
+        coordinator.process.send_signal(signal.SIGTERM)
+        assert await coordinator.wait() == 0
+
+
+async def test_coordinator_fails_with_exit_code_1_when_a_gang_is_killed(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url)
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        cluster.actor.fail_update_at = 2
+        assert await coordinator.wait() == 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["state"] == "failed"
+    assert "the actor gang 'actor'" in report["error"]
+    assert "update of step 2" in report["error"]
+
+
+async def test_coordinator_fails_when_a_silent_gangs_lease_expires(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url)
+    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        assert cluster.critic is not None
+        assert cluster.critic.lease is not None
+        assert cluster.critic.lease._renewing is not None
+        cluster.critic.may_update.clear()
+        await coordinator.until_state("pushing", "training")
+        # As SIGSTOP: connected, silent, no renewals.
+        cluster.critic.lease._renewing.remove_done_callback(cluster.critic.lease._stop_owner)
+        cluster.critic.lease._renewing.cancel()
+        status = await coordinator.until_state("failed")
+        cluster.critic.may_update.set()
+    assert "the critic gang 'critic'" in status["error"]
+    assert "its lease expired" in status["error"]
+
+
+async def test_coordinator_waits_for_a_rollout_server_that_died_and_catches_its_successor_up(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url)
+    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        await coordinator.until(lambda status: status["step"] >= 1)
+        cluster.rollout.may_generate.clear()
+        await coordinator.until_state("rolling_out")
+        version = cluster.rollout.policy_version
+        await cluster.rollout.__aexit__()
+        status = await coordinator.until(lambda status: any(wait["waiter"] == "dispatcher" for wait in status["waiting_for"]))
+        assert any("rollout server" in wait["what"] for wait in status["waiting_for"])
+        successor = FakeRollout("rollout-0", "test", coordinator.grpc_address, vocab_size=len(VOCABULARY))
+        async with successor:
+            status = await coordinator.until_state("finished", "failed")
+    assert status["error"] is None
+    assert version >= 1
+    assert successor.commits[0] == version, "caught up first"
+    assert min(successor.generated_at) >= version, "no request before the current version"
+
+
+async def test_coordinator_pauses_resumes_and_stops_over_rest(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 1000})
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address):
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            await coordinator.post("/v1/resume")
+        await coordinator.until(lambda status: status["step"] >= 1)
+        await coordinator.post("/v1/pause")
+        paused = await coordinator.until_state("paused")
+        await coordinator.post("/v1/resume")
+        await coordinator.until(lambda status: status["step"] > paused["step"])
+        await coordinator.post("/v1/stop")
+        assert await coordinator.wait() == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["state"] == "stopped"
+    assert report["export_folder"] == str(tmp_path / "run" / "export")
+    assert report["evaluations"][-1]["step"] == report["steps"] >= 2
+
+
+async def test_coordinator_fails_when_nothing_can_be_scored(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, data={"held_out": None})
+    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        cluster.reward.score = lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="scripted")
+        status = await coordinator.until_state("failed")
+    assert "scorer 'fake' left" in status["error"]
+    assert "scripted" in status["error"]
+
+
+async def test_coordinator_ends_in_order_on_sigterm_amid_rollouts(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, data={"held_out": None})
+    async with running_coordinator(config) as coordinator:
+        cluster = make_cluster(coordinator.grpc_address)
+        cluster.rollout.may_generate.clear()
+        async with cluster:
+            status = await coordinator.until_state("rolling_out")
+            await coordinator.until(lambda status: any("rollouts and scores of step 1" in wait["what"] for wait in status["waiting_for"]))
+            assert status["step"] == 0
+            coordinator.process.send_signal(signal.SIGTERM)
+            assert await coordinator.wait() == 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["state"] == "stopped"
+
+
+async def test_coordinator_reports_unusable_data_before_services_come(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url)
+    (tmp_path / "train.jsonl").write_text("")
+    async with running_coordinator(config, "--exit-when-done") as coordinator:
+        assert await coordinator.wait() == 1
+    assert "the file has no rows" in json.loads((tmp_path / "run" / "report.json").read_text())["error"]
+
+
+async def test_coordinator_refuses_an_unknown_setting(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "redis://127.0.0.1:1/0")
+    command = [sys.executable, "-m", "shoal_coordinator", "--config", str(config), "--set", "run.stepz=3"]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode == 2
+    assert "run.steps" in ended.stderr
