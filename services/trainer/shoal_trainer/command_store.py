@@ -12,10 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.errors import UnavailableError
 from shoal_trainer.distributed import RankContext
@@ -32,8 +33,9 @@ _CONNECT_TIMEOUT = timedelta(seconds=60)
 class CommandStore:
     """One rank's end of the store. Not for use from several threads at the same time."""
 
-    def __init__(self, store: dist.Store, world_size: int) -> None:
-        self._store = store
+    def __init__(self, store: Store, world_size: int) -> None:
+        # torch's stub knows no bytes, which the store takes and gives.
+        self._store: Any = store
         self._world_size = world_size
 
     def publish(self, number: int, command: str, payload: bytes) -> None:
@@ -97,7 +99,7 @@ def open_command_store(context: RankContext, host: str) -> CommandStore | None:
     """
     if context.world_size == 1:
         return None
-    store: dist.Store | None = None
+    store: Store | None = None
     port = torch.zeros(1, dtype=torch.int64, device=context.device)
     if context.rank == 0:
         hosted = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
@@ -108,7 +110,7 @@ def open_command_store(context: RankContext, host: str) -> CommandStore | None:
     return CommandStore(store, context.world_size)
 
 
-def _connect(host: str, port: int) -> dist.Store:
+def _connect(host: str, port: int) -> Store:
     deadline = time.monotonic() + _CONNECT_TIMEOUT.total_seconds()
     while True:
         try:

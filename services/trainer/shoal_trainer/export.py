@@ -10,15 +10,17 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.errors import CapacityError, InvalidRequestError, ShoalError
+from shoal.errors import CapacityError, InvalidRequestError
 from shoal.types import ExportResult
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.models import PolicyModel, named_shards
@@ -74,8 +76,14 @@ class Exporter:
             shutil.rmtree(partial, ignore_errors=True)
         return ExportResult(folder=folder, policy_version=policy_version, num_bytes=num_bytes)
 
-    def _writing(self, folder: str) -> _Writing:
-        return _Writing(self._context, folder)
+    @contextmanager
+    def _writing(self, folder: str) -> Iterator[None]:
+        """A block that rank 0 writes in; errors of the file system become CapacityError, and end the export on every rank."""
+        with self._context.agreed():
+            try:
+                yield
+            except (OSError, SafetensorError) as error:
+                raise CapacityError(f"cannot write the export to {folder!r}: {error}; free space there or choose another path") from error
 
     def _write_weights(self, partial: Path, folder: str) -> int:
         shards = _plan_shards(named_shards(self._policy), self._shard_bytes)
@@ -123,23 +131,6 @@ class Exporter:
             os.rename(target, old)
         os.rename(partial, target)
         shutil.rmtree(old, ignore_errors=True)
-
-
-class _Writing:
-    """A block that rank 0 writes in; errors of the file system become CapacityError on every rank."""
-
-    def __init__(self, context: RankContext, folder: str) -> None:
-        self._agreed = context.agreed()
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        self._agreed.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool | None:  # noqa: ANN401
-        if isinstance(error, OSError) and not isinstance(error, ShoalError):
-            refused = CapacityError(f"cannot write the export to {self._folder!r}: {error.strerror or error}; free space or choose a path")
-            return self._agreed.__exit__(type(refused), refused, traceback)
-        return self._agreed.__exit__(kind, error, traceback)
 
 
 def copy_tokenizer(model_path: str, target: Path) -> None:
