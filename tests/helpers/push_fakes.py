@@ -31,6 +31,7 @@ class ScriptedSink:
         self.lost_answers = 0
         self.pause_ms = 3.0
         self.calls: list[str] = []
+        self.commit_timeouts_s: list[float] = []
         self.staged_push: str | None = None
         self.verified_push: str | None = None
         self.entered = {stage: asyncio.Event() for stage in ("prepare", "verify", "commit", "abort")}
@@ -50,6 +51,7 @@ class ScriptedSink:
         return SinkVerified(num_bytes=len(digests), verify_ms=1.0)
 
     async def commit(self, push_id: str, policy_version: int, *, timeout_s: float) -> SinkCommitted:
+        self.commit_timeouts_s.append(timeout_s)
         await self._enter("commit", timeout_s)
         if self.verified_push != push_id and self.served_version != policy_version:
             raise StateError(f"push {push_id} is not verified")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -124,11 +125,21 @@ def test_view_refuses_misaligned_and_outlying_parameters(pair: Pair) -> None:
             pair.sink.tensor(replace(parameter, staging_offset_bytes=offset))
 
 
-def test_source_keeps_its_mapping_between_pushes(pair: Pair) -> None:
+def test_source_keeps_its_mapping_between_pushes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source = ShmSourceTransport()
     before = num_mappings_of(pair.sink.address)
+    num_made = 0
+
+    def counted(file_descriptor: int, length: int) -> mmap.mmap:
+        nonlocal num_made
+        num_made += 1
+        return original(file_descriptor, length)
+
+    original = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", counted)
     for _ in range(3):
         source.open(pair.layout).write("vector", boxes.whole((5,)), torch.ones(5))
+    assert num_made == 1
     assert num_mappings_of(pair.sink.address) == before + 1
     source.close()
     assert num_mappings_of(pair.sink.address) == before
