@@ -202,14 +202,14 @@ class ListQueue:
 
 
 class FakeWorkload:
-    """Two groups of two samples a step, with made-up rewards; collecting waits for `may_collect`."""
+    """Two groups of two samples a step, with made-up rewards; the step `hold_at` sets `holding` and waits for `release`."""
 
     def __init__(self, log: list[str], held_out: bool) -> None:
         self.queue = ListQueue()
         self.has_held_out = held_out
-        self.may_collect = asyncio.Event()
-        self.may_collect.set()
-        self.collecting = asyncio.Event()
+        self.hold_at: int | None = None
+        self.holding = asyncio.Event()
+        self.release = asyncio.Event()
         self.position = 0
         self.collected_with: list[int] = []
         self._log = log
@@ -218,9 +218,10 @@ class FakeWorkload:
         self.position = step
 
     async def collect(self, policy_version: int) -> CollectedExperience:
-        self.collecting.set()
-        await self.may_collect.wait()
         self.position += 1
+        if self.position == self.hold_at:
+            self.holding.set()
+            await self.release.wait()
         self._log.append(f"collect {self.position} at version {policy_version}")
         self.queue.groups += [_group(f"s{self.position}-g{index}") for index in range(2)]
         return CollectedExperience(

@@ -147,7 +147,9 @@ class Run:
     async def _may_step(self) -> bool:
         """At a step border: pause if asked to, and say whether there is another step."""
         control = self._parts.control
-        await control.wait_while_paused()
+        if control.pause_requested:
+            with self._parts.waits.waiting("coordinator", ["user"], "the run to be resumed"):
+                await control.wait_while_paused()
         limit_s = self._config.run.max_wall_s
         if control.stop_requested or self.progress.step >= self._config.run.steps:
             return False

@@ -58,8 +58,13 @@ def waiting_text(status: dict[str, Any]) -> str:
     """State and, if something is waited for, what and since when."""
     state = str(status.get("state", "unknown")).replace("_", " ").lower()
     waiting = status.get("waiting_for")
+    if isinstance(waiting, list):
+        # Oldest first: the wait that holds up the rest.
+        waiting = waiting[0] if waiting else None
     if isinstance(waiting, dict):
-        waiting = waiting.get("what") or waiting.get("message")
+        names, what = ", ".join(waiting.get("waits_for", ())), waiting.get("what")
+        since = f" for {waiting['waited_s']:.0f} s" if "waited_s" in waiting else ""
+        waiting = f"{names}: {what}{since}" if names else what
     return f"{state}: waiting for {waiting}" if waiting else state
 
 

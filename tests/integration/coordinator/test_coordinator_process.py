@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,9 +183,21 @@ async def test_coordinator_reports_unusable_data_before_services_come(tmp_path: 
     assert "the file has no rows" in json.loads((tmp_path / "run" / "report.json").read_text())["error"]
 
 
-async def test_coordinator_refuses_an_unknown_setting(tmp_path: Path) -> None:
+async def test_coordinator_that_cannot_start_says_why_and_exits_with_2(tmp_path: Path) -> None:
     config = write_config(tmp_path, "redis://127.0.0.1:1/0")
-    command = [sys.executable, "-m", "shoal_coordinator", "--config", str(config), "--set", "run.stepz=3"]
-    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=20, check=False)
-    assert ended.returncode == 2
-    assert "run.steps" in ended.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = {
+            "run.stepz=3": "run.steps",
+            f"coordinator.rest_port={port}": f"the REST API cannot listen on 127.0.0.1:{port}",
+            f"coordinator.grpc_port={port}": f"cannot listen on 127.0.0.1:{port}",
+        }
+        ended = await asyncio.gather(*(asyncio.to_thread(run_to_the_end, config, "--set", setting) for setting in cases))
+    assert [process.returncode for process in ended] == [2, 2, 2]
+    for process, expected in zip(ended, cases.values(), strict=True):
+        assert expected in process.stderr
+
+
+def run_to_the_end(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal_coordinator", "--config", str(config), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

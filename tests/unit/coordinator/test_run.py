@@ -149,9 +149,9 @@ async def test_run_fails_when_a_gangs_lease_expires(tmp_path: Path) -> None:
 
 async def test_run_fails_when_a_gang_is_started_again(tmp_path: Path) -> None:
     async with RunHarness(tmp_path) as run:
-        run.workload.may_collect.clear()
+        run.workload.hold_at = 1
         run.join_all()
-        await run.workload.collecting.wait()
+        await run.workload.holding.wait()
         run.join("critic", incarnation="b")
         await run.until(S.FAILED)
         error = run.coordinator.run.progress.error
@@ -189,14 +189,15 @@ async def test_run_says_for_whom_it_waits(tmp_path: Path) -> None:
 
 async def test_run_pauses_at_the_step_border_and_goes_on(tmp_path: Path) -> None:
     async with RunHarness(tmp_path) as run:
-        run.workload.may_collect.clear()
+        run.workload.hold_at = 1
         run.join_all()
-        await run.workload.collecting.wait()
+        await run.workload.holding.wait()
         run.coordinator.backend.command(Command.PAUSE)
         assert run.coordinator.machine.state is S.ROLLING_OUT
-        run.workload.may_collect.set()
+        run.workload.release.set()
         await run.until(S.PAUSED)
-        assert run.coordinator.run.progress.step == 1
+        status = run.coordinator.backend.status()
+        assert (status.step, status.pause_requested, status.waiting_for[0].waits_for) == (1, True, ["user"])
         run.coordinator.backend.command(Command.RESUME)
         await run.until(S.FINISHED)
     assert run.coordinator.run.progress.step == 3
@@ -204,11 +205,11 @@ async def test_run_pauses_at_the_step_border_and_goes_on(tmp_path: Path) -> None
 
 async def test_run_stops_after_the_current_step_with_evaluation_and_export(tmp_path: Path) -> None:
     async with RunHarness(tmp_path, held_out=True) as run:
-        run.workload.may_collect.clear()
+        run.workload.hold_at = 1
         run.join_all()
-        await run.workload.collecting.wait()
+        await run.workload.holding.wait()
         run.coordinator.backend.command(Command.STOP)
-        run.workload.may_collect.set()
+        run.workload.release.set()
         await run.until(S.STOPPED)
     assert run.log[-2:] == ["evaluate version 1", "actor export"]
     assert (read_report(tmp_path)["state"], read_report(tmp_path)["steps"]) == ("stopped", 1)
@@ -253,9 +254,9 @@ async def test_run_ends_after_the_step_that_crosses_the_wall_limit(tmp_path: Pat
 
 async def test_run_is_stopped_by_cancellation_and_still_reports(tmp_path: Path) -> None:
     async with RunHarness(tmp_path) as run:
-        run.workload.may_collect.clear()
+        run.workload.hold_at = 1
         run.join_all()
-        await run.workload.collecting.wait()
+        await run.workload.holding.wait()
         run.cancel_run()
         await run.until(S.STOPPED)
     assert read_report(tmp_path)["state"] == "stopped"
