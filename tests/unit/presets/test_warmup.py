@@ -77,7 +77,7 @@ def test_warm_up_is_bounded() -> None:
     policy, rows = CopyPolicy(99), encoded()
     result = warm_up(policy, rows, rows, WarmUpSettings(lr=1e-6, max_steps=3, evaluate_every=2), seed=0)
     assert result.steps == 3
-    assert result.validation_accuracy < 0.38
+    assert result.validation_accuracy < 0.35
 
 
 def test_warm_up_is_the_same_for_the_same_seed() -> None:

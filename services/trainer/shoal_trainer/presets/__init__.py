@@ -13,7 +13,7 @@ by the builders only.
 
 from __future__ import annotations
 
-PRESET_VERSION = 1
+PRESET_VERSION = 2
 """Part of every cache key; raised whenever a builder would write something else for the same seed."""
 
 PRESET_NAMES = ("arithmetic", "smollm2")

@@ -29,8 +29,8 @@ class WarmUpSettings:
     batch_size: int = 128
     evaluate_every: int = 10
     max_steps: int = 600
-    accuracy_low: float = 0.38
-    accuracy_high: float = 0.48
+    accuracy_low: float = 0.35
+    accuracy_high: float = 0.42
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
