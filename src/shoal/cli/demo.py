@@ -20,6 +20,9 @@ from shoal.config.load import load_config
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError, DataError
 
+_NO_PRESETS = {"custom", "compose"}
+"""Configurations of other ways to start a run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
@@ -80,8 +83,8 @@ def _own_overrides(options: DemoOptions) -> list[str]:
 
 
 def _preset_overrides(options: DemoOptions, console: Console) -> list[str]:
-    if not (configs_folder() / f"{options.preset}.yaml").exists():
-        known = sorted(path.stem for path in configs_folder().glob("*.yaml") if path.stem != "custom")
+    known = sorted({path.stem for path in configs_folder().glob("*.yaml")} - _NO_PRESETS)
+    if options.preset not in known:
         raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(known)}")
     started = time.monotonic()
     prepared = prepare_preset(options.preset, options.seed)

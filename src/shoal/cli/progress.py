@@ -57,15 +57,13 @@ def cells(step: Step) -> list[str]:
 def waiting_text(status: dict[str, Any]) -> str:
     """State and, if something is waited for, what and since when."""
     state = str(status.get("state", "unknown")).replace("_", " ").lower()
-    waiting = status.get("waiting_for")
-    if isinstance(waiting, list):
-        # Oldest first: the wait that holds up the rest.
-        waiting = waiting[0] if waiting else None
-    if isinstance(waiting, dict):
-        names, what = ", ".join(waiting.get("waits_for", ())), waiting.get("what")
-        since = f" for {waiting['waited_s']:.0f} s" if "waited_s" in waiting else ""
-        waiting = f"{names}: {what}{since}" if names else what
-    return f"{state}: waiting for {waiting}" if waiting else state
+    waits = [f"{wait['waiter']} waits for {_names(wait)} ({wait['waited_s']:.0f} s)" for wait in status.get("waiting_for") or ()]
+    return "; ".join([state, *waits])
+
+
+def _names(wait: dict[str, Any]) -> str:
+    names = ", ".join(wait.get("waits_for") or ())
+    return f"{names}: {wait['what']}" if names else str(wait["what"])
 
 
 class _PlainView:

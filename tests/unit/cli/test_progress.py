@@ -20,8 +20,17 @@ def test_cells_show_dashes_for_missing_metrics() -> None:
     ("status", "text"),
     [
         ({"state": "rolling_out"}, "rolling out"),
-        ({"state": "waiting_for_services", "waiting_for": "actor"}, "waiting for services: waiting for actor"),
-        ({"state": "training", "waiting_for": {"what": "critic"}}, "training: waiting for critic"),
+        (
+            {"state": "pushing", "waiting_for": [{"waiter": "coordinator", "waits_for": ["rollout-0"], "what": "push", "waited_s": 3.2}]},
+            "pushing; coordinator waits for rollout-0: push (3 s)",
+        ),
+        (
+            {
+                "state": "waiting_for_services",
+                "waiting_for": [{"waiter": "coordinator", "waits_for": [], "what": "actor", "waited_s": 0.4}],
+            },
+            "waiting for services; coordinator waits for actor (0 s)",
+        ),
     ],
 )
 def test_waiting_text_names_what_is_waited_for(status: dict[str, object], text: str) -> None:
