@@ -48,7 +48,7 @@ class Coordinator:
 
     Args:
         connector: opens connections to services; None is gRPC.
-        open_workload: replaces data and queue in tests.
+        make_workload: loads data and connects to the queue; None is the real one.
     """
 
     def __init__(
