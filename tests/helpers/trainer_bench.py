@@ -13,6 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from shoal_trainer.actor import Actor
+from shoal_trainer.building import build_actor, build_critic
+from shoal_trainer.critic import Critic
+from shoal_trainer.distributed import RankContext, join_gang
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from shoal.config.models import RunConfig
@@ -28,10 +32,6 @@ from shoal.types import (
     SamplingParams,
     ScoreStatus,
 )
-from shoal_trainer.actor import Actor
-from shoal_trainer.building import build_actor, build_critic
-from shoal_trainer.critic import Critic
-from shoal_trainer.distributed import RankContext, join_gang
 
 RUN_ID = "test-run"
 VOCAB_SIZE = 61
@@ -64,8 +64,14 @@ def _architecture(name: str, tied: bool, dropout: float) -> PretrainedConfig:
 
 
 def make_record(
-    index: int, *, group: int = 0, num_prompt: int = 3, num_response: int = 5, reward: float = 1.0, **changes: Any
-) -> ExperienceRecord:  # noqa: ANN401
+    index: int,
+    *,
+    group: int = 0,
+    num_prompt: int = 3,
+    num_response: int = 5,
+    reward: float = 1.0,
+    **changes: Any,  # noqa: ANN401
+) -> ExperienceRecord:
     """A scored record with seeded tokens; the last trained token carries the reward."""
     rng = np.random.default_rng(1000 + index)
     fields: dict[str, Any] = {
@@ -224,7 +230,7 @@ def run_ranks(job: RankJob, config: RunConfig, world_size: int, folder: Path) ->
         with one_rank(config) as context:
             job(context, config, folder)
         return
-    mp.spawn(_rank_main, args=(job, config, world_size, _free_port(), folder), nprocs=world_size, join=True)  # type: ignore[no-untyped-call]
+    mp.spawn(_rank_main, args=(job, config, world_size, _free_port(), folder), nprocs=world_size, join=True)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _rank_main(rank: int, job: RankJob, config: RunConfig, world_size: int, port: int, folder: Path) -> None:

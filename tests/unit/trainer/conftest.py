@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from shoal_trainer.distributed import RankContext
+
 from tests.helpers.trainer_bench import one_rank, run_config, save_policy
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from shoal_trainer.batching import MicroBatch, build_micro_batch
 
 from shoal.types import ExperienceRecord, ScoreStatus
-from shoal_trainer.batching import MicroBatch, build_micro_batch
 from tests.helpers.trainer_bench import VOCAB_SIZE, make_record, ref_of
 
 

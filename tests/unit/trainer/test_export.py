@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-from shoal.errors import CapacityError, InvalidRequestError
 from shoal_trainer import export
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.export import Exporter
 from shoal_trainer.models import PolicyModel, load_policy
+from transformers import AutoModelForCausalLM
+
+from shoal.errors import CapacityError, InvalidRequestError
 from tests.helpers.trainer_bench import run_config, save_policy
 
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
-
-from shoal.errors import DeadlineError, InternalError, InvalidRequestError, StateError, UnavailableError
 from shoal_trainer import gang as gang_module
 from shoal_trainer.command_store import CommandStore
 from shoal_trainer.distributed import PeerError
 from shoal_trainer.gang import Gang, Handler, follow
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.errors import DeadlineError, InternalError, InvalidRequestError, StateError, UnavailableError
 
 TIMEOUT = timedelta(seconds=10)
 

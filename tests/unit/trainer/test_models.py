@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shoal_trainer.batching import build_micro_batch
+from shoal_trainer.distributed import RankContext
+from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import ConfigError
 from shoal.types import ExperienceRecord
-from shoal_trainer.batching import build_micro_batch
-from shoal_trainer.distributed import RankContext
-from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
 from tests.helpers.trainer_bench import VOCAB_SIZE, make_record, ref_of, run_config, save_policy
 
 TEMPERATURE = 0.6

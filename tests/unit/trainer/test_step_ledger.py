@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from shoal_trainer.step_ledger import TRANSITIONS, StepLedger, StepStage
 
 from shoal.errors import StateError
 from shoal.types import Batch, TrainerRole
-from shoal_trainer.step_ledger import TRANSITIONS, StepLedger, StepStage
 from tests.helpers.trainer_bench import RUN_ID, even_split, make_batch, ragged_records
 
 PATHS: dict[StepStage, list[StepStage]] = {

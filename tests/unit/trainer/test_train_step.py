@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from shoal.errors import InvalidRequestError, NotFoundError, StateError
-from shoal.types import ExperienceRecord, ScoreStatus
 from shoal_trainer.actor import Actor
 from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext
+
+from shoal.errors import InvalidRequestError, NotFoundError, StateError
+from shoal.types import ExperienceRecord, ScoreStatus
 from tests.helpers.trainer_bench import (
     MemoryRecords,
     Split,
@@ -62,7 +62,7 @@ class Step:
 def test_train_step_gives_the_same_loss_and_gradient_for_every_split(
     policy_folder: Path, context: RankContext, loss_aggregation: str, retain_graph_tokens: int
 ) -> None:
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "algorithm": {"loss_aggregation": loss_aggregation, "entropy_coef": 0.01},
         "actor": {"retain_graph_tokens": retain_graph_tokens},
         "critic": {"retain_graph_tokens": retain_graph_tokens},
@@ -141,7 +141,7 @@ def test_train_step_skips_an_update_whose_gradient_is_not_finite(policy_folder: 
     before = whole_parameters(step.actor.module)
     parameter = next(step.actor.module.parameters())
     moments = step.actor.optimizer._adamw.state[parameter]["exp_avg"].full_tensor().clone()
-    handle = parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(float("nan")))
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(float("nan")))  # type: ignore[no-untyped-call]
     batch = make_batch(step.records, even_split(6, 1, 1), 2)
     step.actor.forward_batch(batch)
     step.critic.forward_batch(batch)

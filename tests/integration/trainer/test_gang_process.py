@@ -1,0 +1,197 @@
+"""Gangs under the real torchrun command with a real Redis server and real gRPC clients.
+
+The tests share three gangs (starting one takes long) and run in order: work first, then three ways to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from shoal_coordinator.push import push
+from transformers import AutoModelForCausalLM
+
+from shoal.config.models import PushSection, RunConfig
+from shoal.errors import InvalidRequestError, NotFoundError, ShoalError, StateError
+from shoal.queue.experience import ExperienceQueue
+from shoal.types import Batch, TrainerRole, UpdateResult
+from tests.helpers.processes import wait_gone
+from tests.helpers.shm_sink import ShmSink
+from tests.helpers.trainer_bench import (
+    RUN_ID,
+    build_pair,
+    even_split,
+    make_batch,
+    one_rank,
+    ppo_step,
+    ragged_records,
+    run_config,
+    save_policy,
+    whole_parameters,
+)
+from tests.helpers.trainer_process import GangProcess, running_gang
+from tests.helpers.valkey import running_valkey
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+KL_COEF = 0.05
+NUM_STEPS = 2
+TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class Gangs:
+    """An actor of two ranks, a critic of one, and a critic that only waits."""
+
+    config: RunConfig
+    folder: Path
+    actor: GangProcess
+    critic: GangProcess
+    idle: GangProcess
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def gangs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gangs]:
+    folder = tmp_path_factory.mktemp("gangs")
+    model = save_policy(folder / "model")
+    with running_valkey(folder / "redis") as server:
+        config = run_config(model, redis={"url": server.url}, telemetry={"metrics_port": -1})
+        await _put_records(server.url)
+        async with AsyncExitStack() as stack:
+            starting = [("actor", 2, folder), ("critic", 1, folder), ("critic", 1, folder / "idle")]
+            (folder / "idle").mkdir()
+            actor, critic, idle = await asyncio.gather(
+                *(stack.enter_async_context(running_gang(config, role, ranks, place)) for role, ranks, place in starting)
+            )
+            yield Gangs(config=config, folder=folder, actor=actor, critic=critic, idle=idle)
+
+
+async def _put_records(url: str) -> None:
+    queue = await ExperienceQueue.connect(url, RUN_ID, max_pending_groups=16)
+    records = ragged_records()
+    for group in sorted({record.group_id for record in records}):
+        await queue.put_group([record for record in records if record.group_id == group])
+    await queue.close()
+
+
+def batch_for(ranks: int, step: int) -> Batch:
+    return make_batch(ragged_records(), even_split(6, ranks, 2), step)
+
+
+async def step_of(gangs: Gangs, step: int) -> tuple[UpdateResult, UpdateResult]:
+    """One training step as the coordinator drives it."""
+    actor, critic = gangs.actor.trainer, gangs.critic.trainer
+    await asyncio.gather(
+        actor.forward_batch(batch_for(2, step), timeout_s=TIMEOUT_S), critic.forward_batch(batch_for(1, step), timeout_s=TIMEOUT_S)
+    )
+    await actor.compute_advantages(step, KL_COEF, timeout_s=TIMEOUT_S)
+    updates = await asyncio.gather(actor.update_batch(step, timeout_s=TIMEOUT_S), critic.update_batch(step, timeout_s=TIMEOUT_S))
+    return updates[0], updates[1]
+
+
+async def test_gang_describes_itself(gangs: Gangs) -> None:
+    actor = await gangs.actor.trainer.describe(timeout_s=TIMEOUT_S)
+    critic = await gangs.critic.trainer.describe(timeout_s=TIMEOUT_S)
+    assert (actor.role, actor.world_size, actor.has_reference, actor.step) == (TrainerRole.ACTOR, 2, True, 0)
+    assert (critic.role, critic.world_size, critic.has_reference) == (TrainerRole.CRITIC, 1, False)
+    # The value head: one weight per hidden unit and a bias.
+    assert critic.num_parameters == actor.num_parameters + 33
+
+
+async def test_gang_refuses_what_it_cannot_do_and_goes_on(gangs: Gangs) -> None:
+    actor, critic = gangs.actor.trainer, gangs.critic.trainer
+    with pytest.raises(StateError, match="update_batch of step 1"):
+        await actor.update_batch(1, timeout_s=TIMEOUT_S)
+    with pytest.raises(InvalidRequestError, match="1 ranks"):
+        await actor.forward_batch(batch_for(1, 1), timeout_s=TIMEOUT_S)
+    with pytest.raises(InvalidRequestError, match="actor"):
+        await critic.compute_advantages(1, KL_COEF, timeout_s=TIMEOUT_S)
+    with pytest.raises(InvalidRequestError, match="critic"):
+        await critic.export_model("/nowhere", timeout_s=TIMEOUT_S)
+    lost = batch_for(2, 1)
+    lost_key = lost.ranks[1][0].micro_batches[0][0].key + "9"
+    refs = tuple(tuple(rank for rank in ranks) for ranks in lost.ranks)
+    assert lost_key not in str(refs)
+    with pytest.raises(NotFoundError, match="rank 1"):
+        await actor.forward_batch(_with_key(lost, lost_key), timeout_s=TIMEOUT_S)
+
+
+def _with_key(batch: Batch, key: str) -> Batch:
+    """The batch with the first record of rank 1 under another key."""
+    from dataclasses import replace
+
+    first, second = batch.ranks
+    micro = second[0].micro_batches
+    changed = ((replace(micro[0][0], key=key), *micro[0][1:]), *micro[1:])
+    return replace(batch, ranks=(first, (replace(second[0], micro_batches=changed),)))
+
+
+async def test_gang_of_two_trains_as_one_rank_does(gangs: Gangs) -> None:
+    results = [await step_of(gangs, step) for step in range(1, NUM_STEPS + 1)]
+    again = await gangs.actor.trainer.update_batch(NUM_STEPS, timeout_s=TIMEOUT_S)
+    assert again == results[-1][0]
+    exported = await gangs.actor.trainer.export_model(str(gangs.folder / "exported"), timeout_s=TIMEOUT_S)
+    assert exported.policy_version == results[-1][0].policy_version == NUM_STEPS
+    trained = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float32)
+    records = ragged_records()
+    with one_rank(gangs.config) as context:
+        actor, critic, _ = build_pair(gangs.config, context, records)
+        alone = [ppo_step(actor, critic, batch_for(1, step), KL_COEF) for step in range(1, NUM_STEPS + 1)]
+        expected = whole_parameters(actor.module)
+    for (actor_result, critic_result), (actor_metrics, critic_metrics) in zip(results, alone, strict=True):
+        assert actor_result.applied
+        assert critic_result.applied
+        for name in ("actor_loss", "grad_norm", "entropy", "kl", "logprob_max_difference"):
+            assert actor_result.metrics[name] == pytest.approx(actor_metrics[name], abs=1e-5, rel=1e-4), name
+        for name in ("critic_loss", "grad_norm", "value_mean"):
+            assert critic_result.metrics[name] == pytest.approx(critic_metrics[name], abs=1e-5, rel=1e-4), name
+    for name, value in expected.items():
+        assert torch.allclose(trained.get_parameter(name.removeprefix("language_model.")), value, atol=1e-5), name
+
+
+async def test_gang_pushes_the_weights_that_it_trained(gangs: Gangs) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(gangs.folder / "exported", dtype=torch.float32)
+    parameters = dict(trained.named_parameters())
+    sink = ShmSink.copying("rollout-0", {name: tuple(parameter.shape) for name, parameter in parameters.items()}, str(gangs.folder))
+    try:
+        await push(gangs.actor.weights, {"rollout-0": sink}, NUM_STEPS, PushSection())
+        assert sink.served_version == NUM_STEPS
+        for name, parameter in parameters.items():
+            assert torch.equal(sink.served[0][name], parameter), name
+    finally:
+        sink.close()
+
+
+async def test_gang_ends_promptly_with_an_error_when_a_rank_is_killed(gangs: Gangs) -> None:
+    ranks = gangs.actor.ranks()
+    assert len(ranks) == 2
+    running = asyncio.create_task(gangs.actor.trainer.forward_batch(batch_for(2, NUM_STEPS + 1), timeout_s=TIMEOUT_S))
+    os.kill(max(ranks), signal.SIGKILL)
+    assert await gangs.actor.wait_end(30) != 0
+    assert wait_gone(ranks) == []
+    with pytest.raises(ShoalError):
+        await running
+
+
+async def test_gang_ends_quickly_on_sigterm(gangs: Gangs) -> None:
+    ranks = gangs.critic.ranks()
+    gangs.critic.process.send_signal(signal.SIGTERM)
+    await gangs.critic.wait_end(20)
+    assert wait_gone(ranks) == []
+    assert "server_stopped" in gangs.critic.log
+
+
+async def test_gang_does_not_outlive_a_killed_torchrun(gangs: Gangs) -> None:
+    ranks = gangs.idle.ranks()
+    assert ranks
+    gangs.idle.process.kill()
+    await gangs.idle.wait_end(10)
+    assert wait_gone(ranks) == []
