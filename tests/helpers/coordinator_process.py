@@ -128,5 +128,14 @@ async def running_coordinator(config_path: Path, *arguments: str) -> AsyncIterat
 
 
 def _start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_without_torch(log_path.parent / "blocked"))}
     with log_path.open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def _without_torch(folder: Path) -> Path:
+    """A folder that, first on the path, makes importing torch or vllm fail: the coordinator has to run without them."""
+    for name in ("torch", "vllm"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "__init__.py").write_text('raise ImportError("not for the coordinator")\n')
+    return folder
