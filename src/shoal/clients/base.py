@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import grpc
 
 from shoal.config.models import SecuritySection
+from shoal.errors import UnavailableError
 from shoal.rpc.catalogue import from_rpc_error
 from shoal.rpc.channel import open_channel
 from shoal.rpc.retry import call_idempotent
@@ -34,9 +37,11 @@ class ServiceClient:
         """
         self.address = address
         self._channel = open_channel(address, security)
+        self._closed = False
 
     async def close(self) -> None:
-        """Close the channel; calls in flight are cancelled."""
+        """Close the channel; calls in flight end with UnavailableError."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -47,10 +52,24 @@ class ServiceClient:
 
     async def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
         """Run one call without a retry. Raises ShoalError."""
-        try:
+        with self._translated():
             return await method(request, timeout=timeout_s)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn what gRPC raises into ShoalErrors, a channel that was closed under a call included."""
+        if self._closed:
+            raise UnavailableError(f"the connection to {self._peer} was closed: the service has left or was replaced")
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self._peer) from error
+        except asyncio.CancelledError as error:
+            # gRPC cancels the calls of a channel that is closed; nobody has asked the caller's task to stop then.
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise UnavailableError(f"the connection to {self._peer} was closed while it was called") from error
+            raise
 
     async def _call_idempotent(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
         """Run one call, again while the service is unavailable. Raises ShoalError."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.clients.base import ServiceClient
 from shoal.codec.rollout import completion_from_proto, rollout_description_from_proto, sampling_params_to_proto
 from shoal.config.models import SecuritySection
-from shoal.rpc.catalogue import from_rpc_error
 from shoal.rpc.v1 import rollout_pb2, rollout_pb2_grpc
 from shoal.types import Completion, RolloutDescription, SamplingParams
 
@@ -64,14 +62,13 @@ class RolloutClient(ServiceClient):
             seeds=seeds,
             min_policy_version=min_policy_version,
         )
-        call = self._stub.Generate(request, timeout=timeout_s)
-        try:
-            async for message in call:
-                yield completion_from_proto(message)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self._peer) from error
-        finally:
-            call.cancel()
+        with self._translated():
+            call = self._stub.Generate(request, timeout=timeout_s)
+            try:
+                async for message in call:
+                    yield completion_from_proto(message)
+            finally:
+                call.cancel()
 
     async def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> int:
         """Abort running completions; return how many there were. Their streams answer with partial tokens."""
