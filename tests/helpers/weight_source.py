@@ -31,9 +31,7 @@ class FakeSource:
             for dim, (offset, size) in enumerate(zip(copy.source_box.offsets, copy.source_box.sizes, strict=True)):
                 source = source.narrow(dim, offset, size)
             xxh3 = writers[copy.worker_rank].write(copy.parameter, copy.parameter_box, source)
-            digests.append(
-                CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=xxh3)
-            )
+            digests.append(CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=xxh3))
         return plan.plan_hash, digests
 
     def close(self) -> None:

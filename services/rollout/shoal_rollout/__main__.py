@@ -37,8 +37,8 @@ def _serve(config: RunConfig, arguments: argparse.Namespace) -> int:
 
     llm, facts = build_engine(config, arguments.service_id)
     # gRPC must not exist before the engine is forked.
-    from shoal_rollout.engine import VllmEngine
     from shoal_rollout.server import RolloutServer
+    from shoal_rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(llm)
 

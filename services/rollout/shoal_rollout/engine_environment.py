@@ -18,6 +18,8 @@ def prepare_environment(rollout: RolloutSection, telemetry: TelemetrySection) ->
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # The engine runs eagerly; the few helpers that vLLM compiles all the same cost 4 s at the first token and need a C++ compiler.
+        "TORCHDYNAMO_DISABLE": "1",
         # Only this project's plugin: others may be slow or need what is not installed.
         "VLLM_PLUGINS": "shoal",
         "VLLM_LOGGING_LEVEL": "DEBUG" if telemetry.log_level == "debug" else "ERROR",

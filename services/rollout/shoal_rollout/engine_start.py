@@ -1,7 +1,7 @@
 """Builds the vLLM engine of this server. Call in the main thread, before an event loop, a gRPC object or another thread exists.
 
-On a CPU with one worker the engine core is forked and runs the worker itself: it inherits all imports, which saves most of the start and
-one process. vLLM's own default spawns two processes that import everything again, since it cannot know that the thread count is in the
+On a CPU the engine core and its workers are forked, and a single worker runs inside the engine core: they inherit all imports, which saves
+most of the start. vLLM's own default spawns processes that import everything again, since it cannot know that the thread count is in the
 environment already.
 """
 
@@ -48,8 +48,8 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
     if current_platform.is_cpu():
         _import_model_classes(hf_config)
     vllm_config = _engine_args(config, facts, service_id).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if current_platform.is_cpu() and config.rollout.tensor_parallel_size == 1:
-        _run_worker_in_engine_core(vllm_config)
+    if current_platform.is_cpu():
+        _start_by_fork(vllm_config)
     engine = AsyncLLM(vllm_config=vllm_config, executor_class=Executor.get_class(vllm_config), log_stats=False, log_requests=False)
     log.info("engine_started", model=folder, max_model_len=facts.max_model_len, workers=config.rollout.tensor_parallel_size)
     return engine, facts
@@ -89,9 +89,10 @@ def _engine_args(config: RunConfig, facts: ModelFacts, service_id: str) -> Async
     )
 
 
-def _run_worker_in_engine_core(vllm_config: VllmConfig) -> None:
-    vllm_config.parallel_config.distributed_executor_backend = "uni"
+def _start_by_fork(vllm_config: VllmConfig) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    if vllm_config.parallel_config.world_size == 1:
+        vllm_config.parallel_config.distributed_executor_backend = "uni"
 
 
 def _import_model_classes(hf_config: Any) -> None:  # noqa: ANN401 - transformers' configurations are untyped

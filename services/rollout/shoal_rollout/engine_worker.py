@@ -5,6 +5,8 @@ Errors of the Shoal tree come back as values: vLLM would turn an exception into 
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ class EngineWorker:
             model: nn.Module = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config):
                 self.shoal_sink = WorkerSink(model, Path(folder), self.rank)
+            _unlink_group_memory()
             return layout_to_plain(self.shoal_sink.layout)
 
         return _answer(run)
@@ -70,6 +73,14 @@ def _require(worker: EngineWorker) -> WorkerSink:
     if sink is None:
         raise StateError("the layout of this worker is not known yet; discover it first")
     return sink
+
+
+def _unlink_group_memory() -> None:
+    """Remove the names of vLLM's shared memory between CPU workers: all have mapped it, and a killed worker would leave it behind."""
+    identity = os.environ.get("VLLM_DIST_IDENT")
+    if identity:
+        for path in glob.glob(f"/dev/shm/{glob.escape(identity)}-*cpushm*"):  # noqa: S108 - where shm_open puts them
+            Path(path).unlink(missing_ok=True)
 
 
 def _answer(run: Callable[[], Plain]) -> Plain:

@@ -21,9 +21,9 @@ from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import start_metrics_server
 from shoal.types import ServiceInfo, ServiceKind
 from shoal_rollout import rollout_servicer, weight_sink_servicer
-from shoal_rollout.engine import VllmEngine
 from shoal_rollout.generation import Generation
 from shoal_rollout.model_facts import ModelFacts
+from shoal_rollout.vllm_engine import VllmEngine
 from shoal_rollout.weight_sink import WeightSink
 
 log = get_logger(__name__)

@@ -1,0 +1,112 @@
+"""The vLLM engine behind `SamplingEngine` and `SwappableEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as EngineParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from shoal.errors import InternalError, UnavailableError
+from shoal.types import SamplingParams
+from shoal_rollout.engine import EngineSample, worker_values
+from shoal_rollout.worker_layout import Plain
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class VllmEngine:
+    """`SamplingEngine` and `SwappableEngine` over one AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an engine process has ended."""
+        return bool(self._llm.errored)
+
+    async def sample(self, sample_id: str, prompt_ids: list[int], params: object) -> EngineSample:
+        """See `SamplingEngine.sample`."""
+        try:
+            collector = await self._llm.add_request(sample_id, {"type": "token", "prompt_token_ids": prompt_ids}, params)
+            output = await collector.get()
+        except asyncio.CancelledError:
+            await self._llm.abort(sample_id)
+            raise
+        except EngineDeadError as error:
+            raise UnavailableError("the engine process has died; this server is ending, use another one") from error
+        return _engine_sample(output)
+
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        """See `SamplingEngine.abort`."""
+        await self._llm.abort(list(sample_ids))
+
+    def make_params(self, sampling: SamplingParams, stop_ids: Sequence[int], seed: int | None) -> EngineParams:
+        """See `SamplingEngine.make_params`."""
+        return EngineParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
+            stop_token_ids=list(stop_ids),
+            ignore_eos=sampling.ignore_eos,
+            seed=seed,
+            # The sampled token's log-probability alone, in one flat list.
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # The object belongs to this server, so the engine need not copy it.
+            skip_clone=True,
+        )
+
+    async def call_workers(self, method: str, *args: Plain) -> list[Plain]:
+        """See `SwappableEngine.call_workers`."""
+        try:
+            answers: list[Plain] = await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise UnavailableError("the engine process has died; this server is ending") from error
+        return worker_values(answers)
+
+    async def pause(self) -> None:
+        """See `SwappableEngine.pause`."""
+        # pause_generation() would add 20 ms of sleep, so that final outputs reach callers before it answers; nothing here needs that order.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+    async def finish_swap(self, version: str) -> None:
+        """See `SwappableEngine.finish_swap`."""
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise InternalError("the engine did not give up its cached keys and values after a weight swap")
+        await self._llm.update_weight_version(version)
+
+    async def update_version(self, version: str) -> None:
+        """Tag tokens sampled from now on."""
+        await self._llm.update_weight_version(version)
+
+    async def resume(self) -> None:
+        """See `SwappableEngine.resume`."""
+        await self._llm.resume_generation()
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._llm.shutdown(timeout=5)
+
+
+def _engine_sample(output: RequestOutput) -> EngineSample:
+    completion: Any = output.outputs[0]
+    if completion.finish_reason == "error":
+        raise InternalError("the engine failed this sample; its log has the reason")
+    spans = completion.weight_versions
+    return EngineSample(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs.logprobs,
+        finish_reason=completion.finish_reason,
+        versions=None if spans is None else [(span.version, span.start, span.end) for span in spans],
+    )

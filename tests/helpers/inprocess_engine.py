@@ -1,0 +1,78 @@
+"""A vLLM engine inside the test's process: starts in about two seconds, and its worker can be looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENGINE_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_PLUGINS": "",
+}
+"""Set these (monkeypatch) before an `InProcessEngine` is made and while it lives."""
+
+
+class InProcessEngine:
+    """`SwappableEngine` over vLLM's synchronous engine, plus sampling with log-probabilities."""
+
+    def __init__(self, folder: Path, *, dtype: str = "float32") -> None:
+        from vllm import LLM
+
+        self.llm: Any = LLM(
+            model=str(folder),
+            dtype=dtype,
+            max_model_len=64,
+            max_num_seqs=8,
+            enforce_eager=True,
+            kv_cache_memory_bytes=16 << 20,
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=True,
+            worker_extension_cls="shoal_rollout.engine_worker.EngineWorker",
+        )
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - plain data of any shape
+        """Call a worker method; errors as the real engine raises them."""
+        from shoal_rollout.engine import worker_values
+
+        return worker_values(self.llm.collective_rpc(method, args=args))
+
+    async def pause(self) -> None:
+        """Nothing runs between synchronous calls."""
+
+    async def finish_swap(self, version: str) -> None:
+        """Drop cached keys and values and tag the version."""
+        assert self.llm.reset_prefix_cache()
+        self.llm.llm_engine.set_weight_version(version)
+
+    async def resume(self) -> None:
+        """Nothing was paused."""
+
+    def sample(self, prompt_ids: Sequence[int], *, seed: int = 0, num_tokens: int = 16) -> tuple[list[int], NDArray[np.float32], list[str]]:
+        """Sample one response; returns its ids, log-probabilities and the weight versions seen."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed, logprobs=0, flat_logprobs=True, detokenize=False)
+        (output,) = self.llm.generate([{"prompt_token_ids": list(prompt_ids)}], params, use_tqdm=False)
+        completion = output.outputs[0]
+        versions = [span.version for span in completion.weight_versions]
+        return list(completion.token_ids), np.array(completion.logprobs.logprobs, dtype=np.float32), versions
+
+    def close(self) -> None:
+        """Free the engine, so that another one can start in this process."""
+        import gc
+
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
