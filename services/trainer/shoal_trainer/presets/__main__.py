@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.process import die_with_parent
 from shoal_trainer.presets import PRESET_NAMES, PRESET_VERSION
 from shoal_trainer.presets.files import read_complete
 
@@ -17,6 +18,7 @@ _log = logging.getLogger("shoal_trainer.presets")
 
 def main(argv: list[str] | None = None) -> int:
     """Build a preset unless the folder already has it; progress goes to stderr. Returns the exit status."""
+    die_with_parent()
     arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if read_complete(arguments.out, name=arguments.name, seed=arguments.seed) is not None:

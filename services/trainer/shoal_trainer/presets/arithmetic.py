@@ -16,17 +16,6 @@ from shoal_trainer.presets.warmup import WarmUpResult, WarmUpSettings, encode_ro
 
 _log = logging.getLogger("shoal_trainer.presets")
 
-SUGGESTED_CONFIG: dict[str, dict[str, object]] = {
-    "run": {"steps": 100},
-    "data": {"max_prompt_tokens": 16},
-    "rollout": {"prompts_per_step": 32, "group_size": 8, "max_new_tokens": 8, "kv_cache_bytes": 64 << 20},
-    "reward": {"scorer": "arithmetic"},
-    "algorithm": {"estimator": "gae", "kl_coef": 0.01},
-    "actor": {"lr": 1e-4},
-    "critic": {"lr": 1e-3},
-}
-"""Run settings that suit this preset; `configs/arithmetic.yaml` holds the same values."""
-
 
 def build_arithmetic(out: Path, seed: int, settings: WarmUpSettings | None = None) -> dict[str, object]:
     """Write the preset into `out` and return what preset.json holds.
@@ -54,9 +43,7 @@ def build_arithmetic(out: Path, seed: int, settings: WarmUpSettings | None = Non
         "held_out_accuracy": round(held_out_accuracy, 4),
         "seconds": round(time.perf_counter() - started, 1),
     }
-    return write_preset(
-        out, name="arithmetic", seed=seed, train=problems.train, held_out=problems.held_out, config=SUGGESTED_CONFIG, facts=facts
-    )
+    return write_preset(out, name="arithmetic", seed=seed, train=problems.train, held_out=problems.held_out, facts=facts)
 
 
 def build_model(tokenizer: Any) -> Any:  # noqa: ANN401 - transformers ships no usable types

@@ -20,14 +20,12 @@ def write_preset(
     seed: int,
     train: Sequence[Mapping[str, object]],
     held_out: Sequence[Mapping[str, object]],
-    config: Mapping[str, Mapping[str, object]],
     facts: Mapping[str, object],
 ) -> dict[str, object]:
     """Write the rows and, last and atomically, preset.json; return what preset.json holds.
 
     Args:
         out: the preset's folder.
-        config: run settings that suit the preset, by section.
         facts: what the builder measured.
     """
     write_jsonl(out / "train.jsonl", train)
@@ -39,7 +37,6 @@ def write_preset(
         "num_train": len(train),
         "num_held_out": len(held_out),
         **facts,
-        "config": config,
     }
     part = out / f"{PRESET_FILE}.part"
     part.write_text(json.dumps(preset, indent=2) + "\n", encoding="utf-8")

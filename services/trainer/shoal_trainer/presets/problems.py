@@ -14,7 +14,7 @@ Row = dict[str, object]
 
 MAX_OPERAND = 99
 NUM_HELD_OUT_PAIRS = 270
-NUM_VALIDATION_PAIRS = 200
+NUM_VALIDATION_PAIRS = 400
 NUM_WARM_UP_PAIRS = 2000
 
 _Pair = tuple[int, int]

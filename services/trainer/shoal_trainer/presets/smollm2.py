@@ -22,26 +22,6 @@ NUM_DRAWN = 4000
 """Draws repeat at random; so many give nearly all of the 200 different questions."""
 NUM_HELD_OUT = 48
 INSTRUCTION = "Answer with the number only."
-SUGGESTED_CONFIG: dict[str, dict[str, object]] = {
-    "run": {"steps": 30},
-    "data": {"max_prompt_tokens": 128},
-    "rollout": {
-        "prompts_per_step": 8,
-        "group_size": 4,
-        "temperature": 0.7,
-        "max_new_tokens": 16,
-        "kv_cache_bytes": 512 << 20,
-        "max_num_seqs": 64,
-        "request_timeout_s": 300.0,
-    },
-    "reward": {"scorer": "reasoning_gym"},
-    "algorithm": {"estimator": "gae", "kl_coef": 0.01},
-    "actor": {"lr": 1e-5, "micro_batch_tokens": 2048, "retain_graph_tokens": 0},
-    "critic": {"lr": 2e-5, "micro_batch_tokens": 2048, "retain_graph_tokens": 0},
-    "evaluation": {"max_prompts": 48},
-}
-"""Run settings that suit this preset; `configs/smollm2.yaml` holds the same values."""
-
 _PROBE, _PROBE_ANSWER = "What is the capital of France?", "Paris"
 
 
@@ -67,7 +47,7 @@ def build_smollm2(out: Path, seed: int) -> dict[str, object]:
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    return write_preset(out, name="smollm2", seed=seed, train=train, held_out=held_out, config=SUGGESTED_CONFIG, facts=facts)
+    return write_preset(out, name="smollm2", seed=seed, train=train, held_out=held_out, facts=facts)
 
 
 def load_model(gguf: Path) -> tuple[Any, Any]:

@@ -44,8 +44,8 @@ def _installed() -> Path | None:
 
 
 def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "shoal" / f"{PACKAGE}-{VERSION}"
+    user_cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("SHOAL_CACHE") or f"{user_cache}/shoal") / f"{PACKAGE}-{VERSION}"
 
 
 def _fetch(folder: Path) -> Path:
