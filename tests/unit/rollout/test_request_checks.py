@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from shoal_rollout.request_checks import GenerateCall, check_call
@@ -32,7 +33,7 @@ def test_check_call_accepts_a_request_that_fits_exactly() -> None:
         ({"seeds": (1, -1)}, "seeds has -1"),
     ],
 )
-def test_check_call_refuses(changes: dict[str, object], message: str) -> None:
+def test_check_call_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         check_call(replace(GOOD, **changes), vocab_size=101, max_model_len=32)
 
@@ -52,7 +53,7 @@ def test_check_call_refuses(changes: dict[str, object], message: str) -> None:
         ({"stop_token_ids": (101,)}, "stop_token_ids has 101"),
     ],
 )
-def test_check_call_refuses_sampling(changes: dict[str, object], message: str) -> None:
+def test_check_call_refuses_sampling(changes: dict[str, Any], message: str) -> None:
     call = replace(GOOD, sampling=replace(GOOD.sampling, **changes))
     with pytest.raises(InvalidRequestError, match=message):
         check_call(call, vocab_size=101, max_model_len=32)

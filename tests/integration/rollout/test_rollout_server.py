@@ -1,0 +1,188 @@
+"""One real server over real gRPC: sampling, refusals, aborts, a push under running requests, and an orderly end.
+
+The tests share the server; the last one ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from shoal.clients.rollout import RolloutClient
+from shoal.clients.weights import WeightSinkClient
+from shoal.errors import InvalidRequestError, StateError
+from shoal.rpc.health import is_serving
+from shoal.types import Completion, FinishReason, SamplingParams
+from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout, until_running
+from tests.helpers.tiny_models import EOS_ID, VOCAB_SIZE, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
+from tests.helpers.weight_source import FakeSource
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = [5, 6, 7, 90, 100]
+SAMPLING = SamplingParams(max_new_tokens=16, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=150, ignore_eos=True)
+TIMEOUT_S = 60.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "model", "qwen2", tied=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[RolloutProcess]:
+    process = await start_rollout(tmp_path_factory.mktemp("server"), model)
+    yield process
+    process.kill()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(server: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(server.address, SECURITY) as opened:
+        yield opened
+
+
+async def _sample(
+    client: RolloutClient,
+    sampling: SamplingParams = SAMPLING,
+    *,
+    name: str = "r",
+    prompt: list[int] = PROMPT,
+    seeds: tuple[int, ...] = (1, 2),
+) -> list[Completion]:
+    stream = client.generate(name, prompt, sampling, max(len(seeds), 1), seeds, timeout_s=TIMEOUT_S)
+    return sorted([completion async for completion in stream], key=lambda completion: completion.sample_index)
+
+
+async def test_describe_tells_the_facts(client: RolloutClient, model: Path) -> None:
+    description = await client.describe(timeout_s=5)
+    assert (description.service_id, description.model) == ("rollout-0", str(model))
+    assert (description.vocab_size, description.max_model_len, description.weight_dtype) == (VOCAB_SIZE, 200, "float32")
+    assert (description.policy_version, description.num_running, description.draining) == (0, 0, False)
+
+
+async def test_generate_answers_ids_with_the_models_logprobs(client: RolloutClient, model: Path) -> None:
+    for temperature in (1.0, 0.7):
+        for completion in await _sample(client, replace(SAMPLING, temperature=temperature)):
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert len(completion.response_ids) == 16
+            assert completion.response_ids.max() < VOCAB_SIZE
+            expected = reference_logprobs(model, PROMPT, completion.response_ids.tolist(), temperature=temperature)
+            np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+async def test_seeds_repeat_and_no_seeds_differ(client: RolloutClient) -> None:
+    first, again = await _sample(client), await _sample(client)
+    assert [c.response_ids.tolist() for c in first] == [c.response_ids.tolist() for c in again]
+    assert first[0].response_ids.tolist() != first[1].response_ids.tolist()
+    stream = client.generate("unseeded", PROMPT, SAMPLING, 4, timeout_s=TIMEOUT_S)
+    assert len({tuple(completion.response_ids.tolist()) async for completion in stream}) == 4
+
+
+async def test_stop_ids_eos_and_lengths_end_a_response(client: RolloutClient) -> None:
+    (greedy,) = await _sample(client, replace(SAMPLING, temperature=0.0), seeds=(1,))
+    ids = greedy.response_ids.tolist()
+    stop = ids[5]
+    (stopped,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,)), seeds=(1,))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.response_ids.tolist() == ids[: ids.index(stop) + 1]
+    (late,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=9), seeds=(1,))
+    assert len(late.response_ids) >= 9
+    ends = await _sample(client, replace(SAMPLING, max_new_tokens=100, ignore_eos=False), seeds=tuple(range(8)))
+    for completion in ends:
+        is_eos = completion.response_ids[-1] == EOS_ID
+        assert completion.finish_reason is (FinishReason.STOP if is_eos else FinishReason.LENGTH)
+        assert EOS_ID not in completion.response_ids[:-1]
+    assert any(completion.finish_reason is FinishReason.STOP for completion in ends)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt_ids is empty"), ([1, VOCAB_SIZE], "is 101"), ([-1], "is -1"), ([1] * 190, "above max_model_len 200")],
+    ids=["empty", "outside", "negative", "long"],
+)
+async def test_prompts_that_would_kill_the_engine_are_refused(client: RolloutClient, prompt: list[int], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await _sample(client, prompt=prompt)
+    assert len(await _sample(client)) == 2
+
+
+async def test_a_stale_server_refuses(client: RolloutClient) -> None:
+    with pytest.raises(StateError, match="wants at least 7"):
+        async for _ in client.generate("stale", PROMPT, SAMPLING, 1, min_policy_version=7, timeout_s=TIMEOUT_S):
+            pass
+
+
+async def test_leaving_a_stream_aborts_its_samples(client: RolloutClient) -> None:
+    short = asyncio.create_task(_sample(client, name="left", sampling=LONG, seeds=tuple(range(16))))
+    await until_running(client, 16)
+    short.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await short
+    await until_running(client, 0, at_most=True)
+
+
+async def test_abort_answers_with_partial_tokens(client: RolloutClient) -> None:
+    running = asyncio.create_task(_sample(client, name="long", sampling=LONG, seeds=tuple(range(4))))
+    await until_running(client, 4)
+    assert await client.abort(["long", "unknown"], timeout_s=5) == 4
+    completions = await running
+    assert {completion.finish_reason for completion in completions} == {FinishReason.ABORT}
+    assert all(len(completion.response_ids) < 150 for completion in completions)
+
+
+async def test_a_push_under_running_requests_tags_every_token_with_its_version(
+    server: RolloutProcess, client: RolloutClient, model: Path, tmp_path: Path
+) -> None:
+    tensors = perturbed_tensors(model, seed=1)
+    target = save_variant(model, tmp_path / "v1", tensors)
+    source = FakeSource(tensors)
+    async with WeightSinkClient(server.address, SECURITY) as sink:
+        layout, served = await sink.prepare("push-1", 1, timeout_s=10)
+        assert served == 0
+        plan_hash, digests = source.write(layout)
+        running = asyncio.create_task(_sample(client, name="across", sampling=LONG, seeds=tuple(range(8))))
+        await until_running(client, 8)
+        verified = await sink.verify("push-1", 1, plan_hash, digests, timeout_s=20)
+        assert verified.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        committed = await sink.commit("push-1", 1, timeout_s=20)
+        assert committed.policy_version == 1
+        assert (await client.describe(timeout_s=5)).policy_version == 1
+        completions = await running
+        after = await _sample(client)
+    assert any(len(completion.policy_version_spans) == 2 for completion in completions), "no sample crossed the commit"
+    for completion in completions:
+        _check_versions(completion, [model, target])
+    for completion in after:
+        assert [span.policy_version for span in completion.policy_version_spans] == [1]
+        _check_versions(completion, [model, target])
+    source.close()
+
+
+async def test_sigterm_lets_running_samples_end_and_leaves_nothing(server: RolloutProcess, client: RolloutClient) -> None:
+    assert list(server.shm_dir.iterdir()), "the push before this test left its staging for the next one"
+    engine = server.engine_processes()
+    running = asyncio.create_task(_sample(client, name="last", sampling=LONG, seeds=tuple(range(4))))
+    await until_running(client, 4)
+    server.process.terminate()
+    completions = await running
+    assert all(len(completion.response_ids) == 150 for completion in completions)
+    assert await asyncio.to_thread(server.process.wait, 20) == 0
+    assert not await is_serving(server.address, SECURITY, timeout_s=2)
+    assert not any(process.is_running() for process in engine)
+    assert not list(server.shm_dir.iterdir())
+
+
+def _check_versions(completion: Completion, models: list[Path]) -> None:
+    ids = completion.response_ids.tolist()
+    expected = [reference_logprobs(folder, PROMPT, ids) for folder in models]
+    for span in completion.policy_version_spans:
+        part = slice(span.start, span.end)
+        np.testing.assert_allclose(completion.rollout_logprobs[part], expected[span.policy_version][part], atol=1e-4)

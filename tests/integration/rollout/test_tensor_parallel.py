@@ -1,0 +1,49 @@
+"""Two engine workers: fused and padded parameters are sharded as the engine shards them, and a push reaches both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.clients.rollout import RolloutClient
+from shoal.clients.weights import WeightSinkClient
+from shoal.types import Completion, SamplingParams
+from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout
+from tests.helpers.tiny_models import Architecture, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
+from tests.helpers.weight_source import FakeSource
+
+PROMPT = [5, 6, 7, 90, 100]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("llama", False)])
+async def test_push_into_two_workers_serves_exactly_the_new_weights(tmp_path: Path, architecture: Architecture, tied: bool) -> None:
+    folder = save_tiny_model(tmp_path / "model", architecture, tied=tied)
+    server = await start_rollout(tmp_path / "server", folder, overrides=["rollout.tensor_parallel_size=2"])
+    try:
+        await _check(server, folder)
+        tensors = perturbed_tensors(folder, seed=1)
+        async with WeightSinkClient(server.address, SECURITY) as sink:
+            layout, _ = await sink.prepare("push-1", 1, timeout_s=20)
+            assert [worker.worker_rank for worker in layout.workers] == [0, 1]
+            plan_hash, digests = FakeSource(tensors).write(layout)
+            await sink.verify("push-1", 1, plan_hash, digests, timeout_s=30)
+            await sink.commit("push-1", 1, timeout_s=30)
+        await _check(server, save_variant(folder, tmp_path / "v1", tensors))
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        assert not list(server.shm_dir.iterdir())
+    finally:
+        server.kill()
+
+
+async def _check(server: RolloutProcess, folder: Path) -> None:
+    async with RolloutClient(server.address, SECURITY) as client:
+        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
+        completions: list[Completion] = [c async for c in client.generate("r", PROMPT, sampling, 4, (1, 2, 3, 4), timeout_s=60)]
+    for completion in completions:
+        expected = reference_logprobs(folder, PROMPT, completion.response_ids.tolist())
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
