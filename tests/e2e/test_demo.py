@@ -92,7 +92,8 @@ def _greedy_accuracy(run: Path) -> float:
     with torch.no_grad():
         output = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False, max_new_tokens=8)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
+    num_correct: int = sum(text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True))
+    return num_correct / len(rows)
 
 
 def test_demo_with_two_actor_ranks_and_the_users_redis(tmp_path: Path) -> None:
