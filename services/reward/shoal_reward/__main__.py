@@ -57,7 +57,7 @@ async def _serve(config: RunConfig, arguments: argparse.Namespace, pool: Scoring
     server = RpcServer(arguments.host, arguments.port, config.security)
     server.add(lambda target: add_RewardServiceServicer_to_server(RewardServicer(service), target), SERVICE_NAME)
     port = await server.start()
-    metrics_port = start_metrics_server(config.telemetry.metrics_port)
+    metrics_port = start_metrics_server(config.telemetry.metrics_port, host=arguments.host)
     server.set_serving(True)
     log.info("reward_ready", scorer=scorer.name, version=scorer.version, port=port, metrics_port=metrics_port)
     async with LeaseKeeper(arguments.coordinator, _service_info(config, arguments, port), config.security):

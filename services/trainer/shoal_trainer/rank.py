@@ -79,7 +79,7 @@ async def _serve(
         source = weight_servicer.WeightSourceServicer(gang)
         server.add(lambda s: add_WeightSourceServiceServicer_to_server(source, s), weight_servicer.SERVICE_NAME)
     port = await server.start()
-    start_metrics_server(config.telemetry.metrics_port)
+    start_metrics_server(config.telemetry.metrics_port, host=arguments.host)
     server.set_serving(True)
     advertised = arguments.host if arguments.advertise is None else arguments.advertise
     service = _service_info(config, role, arguments.service_id, join_address(advertised, port))
