@@ -35,7 +35,7 @@ WORKER_EXTENSION = "shoal_rollout.engine_worker.EngineWorker"
 def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFacts]:
     """Start the engine's processes and load the model.
 
-    Raises: ConfigError: the model cannot be read, or its context is too short.
+    Raises: ConfigError: the model cannot be read, its context is too short, or the engine does not start.
     """
     folder = resolve_folder(config.model.path)
     hf_config = get_config(folder, config.model.trust_remote_code).get_text_config()
@@ -47,12 +47,20 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
     )
     if current_platform.is_cpu():
         _import_model_classes(hf_config)
-    vllm_config = _engine_args(config, facts, service_id).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if current_platform.is_cpu():
-        _start_by_fork(vllm_config)
-    engine = AsyncLLM(vllm_config=vllm_config, executor_class=Executor.get_class(vllm_config), log_stats=False, log_requests=False)
+    try:
+        engine = _start(_engine_args(config, facts, service_id))
+    except (RuntimeError, ValueError) as error:
+        msg = f"the engine did not start with model {folder}: {error}; the lines above say more (is rollout.kv_cache_bytes large enough?)"
+        raise ConfigError(msg) from error
     log.info("engine_started", model=folder, max_model_len=facts.max_model_len, workers=config.rollout.tensor_parallel_size)
     return engine, facts
+
+
+def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
+    vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if current_platform.is_cpu():
+        _start_by_fork(vllm_config)
+    return AsyncLLM(vllm_config=vllm_config, executor_class=Executor.get_class(vllm_config), log_stats=False, log_requests=False)
 
 
 def resolve_folder(path: str) -> str:

@@ -14,7 +14,7 @@ from shoal_rollout.sink_states import SinkState
 from shoal_rollout.weight_sink import WeightSink
 
 from shoal.config.models import PushSection
-from shoal.errors import StateError
+from shoal.errors import CapacityError, StateError
 from shoal.types import SinkLayout
 from tests.helpers.inprocess_engine import ENGINE_ENVIRONMENT, InProcessEngine
 from tests.helpers.tiny_models import Architecture, model_tensors, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
@@ -144,7 +144,7 @@ async def test_faulty_pushes_leave_the_old_weights_and_the_next_push_works(tmp_p
         await rig.sink.commit("push-1", 1)
     assert rig.sink.state is SinkState.PREPARED
     assert await rig.sink.abort("push-1") == 0
-    with pytest.raises(StateError, match="is idle"):
+    with pytest.raises(StateError, match="prepare first"):
         await rig.sink.commit("push-1", 1)
     assert rig.sink.served_version == 0
     assert _largest_difference(rig, folder) < 1e-4
@@ -171,6 +171,23 @@ async def test_two_hundred_pushes_reuse_one_staging_file(tmp_path: Path, start: 
     assert _resident_bytes() - before_bytes < 40 << 20
     await rig.sink.close()
     assert not list(rig.staging.iterdir())
+
+
+async def test_too_little_space_is_told_with_numbers_and_what_to_do(
+    tmp_path: Path, start: Callable[..., _Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama", tied=True)
+    rig = start(folder)
+    await rig.sink.discover(str(folder))
+    real = os.statvfs(rig.staging)
+    full = os.statvfs_result((*real[:4], 1, *real[5:10]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: full)
+        with pytest.raises(CapacityError, match=rf"needs \d+ bytes in {rig.staging}, which has {real.f_frsize} free; .*push\.shm_dir"):
+            await rig.sink.prepare("push-1", 1)
+    assert rig.sink.state is SinkState.IDLE
+    assert not list(rig.staging.iterdir())
+    await rig.push(FakeSource(model_tensors(folder)), 2)
 
 
 def _flip_a_bit(layout: SinkLayout, name: str) -> None:
