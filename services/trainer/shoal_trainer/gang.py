@@ -19,10 +19,13 @@ from typing import TypeAlias
 
 from shoal.errors import DeadlineError, InternalError, InvalidRequestError
 from shoal.telemetry.logs import get_logger
+from shoal.telemetry.metrics import histogram
 from shoal_trainer.command_store import CommandStore
 from shoal_trainer.outcomes import Failure, decode_outcome, encode_outcome, failure_of, merge_outcomes
 
 log = get_logger(__name__)
+
+_seconds = histogram("trainer", "command", "seconds", "Time of a command on all ranks, by command.", ("command",))
 
 Handler: TypeAlias = Callable[[bytes], bytes]
 Outcomes: TypeAlias = list[bytes | Failure | None]
@@ -106,7 +109,8 @@ class Gang:
 
     async def _run_alone(self, command: str, payload: bytes) -> list[bytes]:
         try:
-            outcomes = await self._outcomes(command, payload)
+            with _seconds.labels(command).time():
+                outcomes = await self._outcomes(command, payload)
         finally:
             self._lock.release()
         if any(outcome is None or (isinstance(outcome, Failure) and not outcome.expected) for outcome in outcomes):

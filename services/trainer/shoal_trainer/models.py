@@ -22,10 +22,14 @@ from torch.distributed.tensor import DTensor
 from shoal.algo.logprobs import token_logprobs
 from shoal.config.models import GangSection, ModelSection
 from shoal.errors import ConfigError
+from shoal_trainer.attention import attention_implementation
 from shoal_trainer.distributed import RankContext
 
 # transformers is untyped and takes seconds to import: it is imported where a model is loaded.
 _Pretrained: TypeAlias = Any
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MiB in float32. Each chunk adds to the whole gradient of the head, so small ones cost memory traffic."""
 
 _LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
@@ -53,7 +57,15 @@ class PolicyModel(nn.Module):
         """
         hidden = _last_hidden(self.language_model.get_decoder(), input_ids, positions)
         weight = self.language_model.get_output_embeddings().weight
-        return token_logprobs(hidden, weight, token_ids, temperature=temperature, vocab_size=self._vocab_size, with_entropy=with_entropy)
+        return token_logprobs(
+            hidden,
+            weight,
+            token_ids,
+            temperature=temperature,
+            vocab_size=self._vocab_size,
+            with_entropy=with_entropy,
+            chunk_elements=CHUNK_ELEMENTS,
+        )
 
 
 class ValueHead(nn.Module):
@@ -98,7 +110,7 @@ def load_policy(path: str, model: ModelSection, gang: GangSection, context: Rank
 
     Raises: ConfigError: no such model, or one whose logits are changed after the output embedding.
     """
-    language_model = _load("AutoModelForCausalLM", path, model)
+    language_model = _load("AutoModelForCausalLM", path, model, attention_implementation(gang, context.device))
     _check_logits(language_model, path)
     policy = PolicyModel(language_model).eval().requires_grad_(trainable)
     _shard(policy, language_model, gang, context)
@@ -107,7 +119,7 @@ def load_policy(path: str, model: ModelSection, gang: GangSection, context: Rank
 
 def load_value_model(model: ModelSection, gang: GangSection, context: RankContext) -> ValueModel:
     """Load the backbone of `model.path`, add a value head and shard both. Raises: ConfigError: no such model."""
-    backbone = _load("AutoModel", model.path, model)
+    backbone = _load("AutoModel", model.path, model, attention_implementation(gang, context.device))
     value_model = ValueModel(backbone).eval()
     # Rounded to bfloat16 a value keeps two digits.
     fully_shard(value_model.value_head, mesh=context.mesh)
@@ -145,14 +157,14 @@ def _last_hidden(backbone: _Pretrained, input_ids: Tensor, positions: Tensor) ->
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
-def _load(factory: str, path: str, model: ModelSection) -> _Pretrained:
+def _load(factory: str, path: str, model: ModelSection, attention: str) -> _Pretrained:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
         loaded = getattr(transformers, factory).from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+            path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
         found = "is not a folder here" if not Path(path).is_dir() else "cannot be loaded"

@@ -121,13 +121,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = logprobs if hidden.shape[0] <= chunk else None
         ctx.save_for_backward(hidden, head_weight, token_ids, entropies, kept)
         ctx.settings = (temperature, vocab_size, with_entropy, chunk)
+        # A loss without an entropy bonus then skips the entropy's gradient.
+        ctx.set_materialize_grads(False)
         return picked, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch names no public type
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch names no public type
         hidden, head_weight, token_ids, entropies, kept = ctx.saved_tensors
         temperature, vocab_size, with_entropy, chunk = ctx.settings
-        grad_picked, grad_entropies = grads
+        grad_picked = torch.zeros_like(entropies) if grads[0] is None else grads[0]
+        grad_entropies = grads[1] if with_entropy else None
         weight = head_weight[:vocab_size]
         grad_hidden = torch.zeros_like(hidden)
         # float32 sum over chunks: a bfloat16 one would lose small contributions.
@@ -135,7 +138,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logprobs = _log_softmax(hidden[rows], weight, temperature) if kept is None else kept
-            entropy_part = (entropies[rows], grad_entropies[rows]) if with_entropy else None
+            entropy_part = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             grad_logits = _grad_logits(logprobs, token_ids[rows], grad_picked[rows], entropy_part, temperature).to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight[:vocab_size] += grad_logits.T @ hidden[rows]

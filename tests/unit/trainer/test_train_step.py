@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shoal_trainer import models
 from shoal_trainer.actor import Actor
+from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext
 
 from shoal.errors import InvalidRequestError, NotFoundError, StateError
 from shoal.types import ExperienceRecord, ScoreStatus
 from tests.helpers.trainer_bench import (
+    VOCAB_SIZE,
     MemoryRecords,
     Split,
     build_pair,
@@ -24,6 +27,7 @@ from tests.helpers.trainer_bench import (
     make_record,
     ppo_step,
     ragged_records,
+    ref_of,
     run_config,
     save_policy,
     whole_gradients,
@@ -230,6 +234,38 @@ def test_train_step_uses_the_learning_rate_of_the_schedule(policy_folder: Path, 
     step = Step(policy_folder, context, ragged_records(), actor={"lr": 1e-3, "warmup_steps": 2})
     rates = [step.run(even_split(6, 1, 1), number)[0]["lr"] for number in (1, 2, 3)]
     assert rates == pytest.approx([0.0, 5e-4, 1e-3])
+
+
+def test_train_step_makes_rewarded_responses_likelier_and_others_less_likely(policy_folder: Path, context: RankContext) -> None:
+    records = [make_record(i, reward=float(i % 2)) for i in range(8)]
+    step = Step(policy_folder, context, records, algorithm={"kl_in": "none"}, critic={"lr": 1e-2})
+    before = _mean_logprobs(step)
+    for number in range(1, 6):
+        step.run(even_split(8, 1, 2), number)
+    change = _mean_logprobs(step) - before
+    assert change[1::2].min() > 0
+    assert change[0::2].max() < 0
+
+
+def _mean_logprobs(step: Step) -> torch.Tensor:
+    """Mean log-probability of each record's response, [B]."""
+    micro = build_micro_batch([ref_of(record) for record in step.records], step.records, VOCAB_SIZE)
+    with torch.no_grad():
+        logprobs, _ = step.actor._logprobs(step.actor.module, micro, with_entropy=False)
+    return logprobs.sum(dim=1) / micro.response_mask.sum(dim=1)
+
+
+def test_train_step_of_a_large_vocabulary_in_several_chunks_equals_one_chunk(
+    policy_folder: Path, context: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = []
+    for chunk_elements in (1 << 24, 4 * VOCAB_SIZE):
+        monkeypatch.setattr(models, "CHUNK_ELEMENTS", chunk_elements)
+        step = Step(policy_folder, context, ragged_records(), algorithm={"entropy_coef": 0.1})
+        step.run(even_split(6, 1, 1))
+        gradients.append(step.gradients)
+    for name, value in gradients[0].items():
+        assert torch.allclose(value, gradients[1][name], atol=1e-6), name
 
 
 def test_train_step_kl_in_loss_pulls_towards_the_reference(policy_folder: Path, context: RankContext) -> None:
