@@ -19,7 +19,7 @@ from shoal.algo.registry import GROUP_ESTIMATORS, advantage_estimator, policy_lo
 from shoal.config.models import RunConfig
 from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, TrainerRole, UpdateResult
-from shoal_trainer.batching import MicroBatch
+from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
@@ -88,6 +88,14 @@ class Actor:
     def has_reference(self) -> bool:
         """True if a reference is loaded."""
         return self._reference is not None
+
+    def warm_up(self) -> None:
+        """Run a dummy pass on every rank, so that the first step does not pay for what torch sets up on first use."""
+        dummy = build_micro_batch((), (), vocab_size=1).to(self._context.device)
+        scored = self._score(dummy)
+        self._score_by_reference([scored])
+        scored.logprobs.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.optimizer.warm_up()
 
     def forward_batch(self, batch: Batch) -> dict[str, float]:
         """Compute log-probabilities of the policy as it is, and of the reference. Idempotent under the batch's step.

@@ -18,7 +18,7 @@ from shoal.config.models import RunConfig
 from shoal.errors import InvalidRequestError, NotFoundError, StateError
 from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, TrainerRole, UpdateResult
-from shoal_trainer.batching import MicroBatch
+from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
@@ -74,6 +74,12 @@ class Critic:
     def module(self) -> ValueModel:
         """The trained value model."""
         return self._model
+
+    def warm_up(self) -> None:
+        """Run a dummy pass on every rank, so that the first step does not pay for what torch sets up on first use."""
+        dummy = build_micro_batch((), (), vocab_size=1).to(self._context.device)
+        self._values(dummy).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.optimizer.warm_up()
 
     def forward_batch(self, batch: Batch) -> dict[str, float]:
         """Compute values and write the column `values`. Idempotent under the batch's step.

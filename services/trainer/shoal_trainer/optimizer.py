@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoal.algo.gradients import clip_coefficient, global_grad_norm
 from shoal.algo.schedule import learning_rate
@@ -62,6 +62,13 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def warm_up(self) -> None:
+        """Drop all gradients, and make one update of a throw-away parameter that is sharded like the real ones."""
+        self.zero_grad()
+        scratch = torch.nn.Parameter(distribute_tensor(torch.zeros(self._context.world_size), self._context.mesh, [Shard(0)]))
+        scratch.grad = torch.zeros_like(scratch)
+        torch.optim.AdamW([scratch], lr=0.0, fused=True).step()
 
     def _update(self, gradients: list[Tensor], coefficient: float, lr: float) -> None:
         if coefficient < 1.0:

@@ -44,6 +44,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         # Everything that computes runs in one thread, so that rank 0's event loop answers meanwhile.
         compute = ThreadPoolExecutor(1, "compute", prepare_thread, (gang_section(config, role), context.device))
         parts = compute.submit(build_rank, config, role, context).result()
+        compute.submit(parts.trainer.warm_up).result()
         store = open_command_store(context, host)
         log.info("rank_ready", rank=context.rank, world_size=context.world_size, device=str(context.device))
         if context.rank == 0:

@@ -77,6 +77,19 @@ def test_value_model_starts_at_zero_and_is_not_changed_by_padding(policy_folder:
     assert not values.any()
 
 
+def test_policy_in_bf16_mixed_attends_in_float32_on_a_cpu_and_stays_close(policy_folder: Path, context: RankContext) -> None:
+    exact_config, mixed_config = run_config(policy_folder), run_config(policy_folder, actor={"precision": "bf16_mixed"})
+    exact, mixed = (
+        load_policy(str(policy_folder), config.model, config.actor, context, trainable=False) for config in (exact_config, mixed_config)
+    )
+    assert exact.language_model.config._attn_implementation == "sdpa"
+    assert mixed.language_model.config._attn_implementation == "sdpa_float32"
+    records = [make_record(0, num_response=6), make_record(1, num_response=3)]
+    for found, expected in zip(scores(mixed, records), scores(exact, records), strict=True):
+        assert found.dtype == torch.float32
+        assert 0 < (found - expected).abs().max() < 0.1
+
+
 def test_sampled_vocab_size_is_the_models_own(policy_folder: Path, context: RankContext) -> None:
     config = run_config(policy_folder)
     policy = load_policy(str(policy_folder), config.model, config.actor, context, trainable=False)

@@ -236,6 +236,17 @@ def test_train_step_uses_the_learning_rate_of_the_schedule(policy_folder: Path, 
     assert rates == pytest.approx([0.0, 5e-4, 1e-3])
 
 
+def test_train_step_after_a_warm_up_equals_one_without(policy_folder: Path, context: RankContext) -> None:
+    cold, warm = (Step(policy_folder, context, ragged_records()) for _ in range(2))
+    warm.actor.warm_up()
+    warm.critic.warm_up()
+    assert warm.actor.optimizer.num_updates == 0
+    for step in (cold, warm):
+        step.run(even_split(6, 1, 2))
+    for name, value in whole_parameters(cold.actor.module).items():
+        assert torch.equal(value, whole_parameters(warm.actor.module)[name]), name
+
+
 def test_train_step_makes_rewarded_responses_likelier_and_others_less_likely(policy_folder: Path, context: RankContext) -> None:
     records = [make_record(i, reward=float(i % 2)) for i in range(8)]
     step = Step(policy_folder, context, records, algorithm={"kl_in": "none"}, critic={"lr": 1e-2})
