@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.config.models import PushSection
-from shoal.errors import InternalError, InvalidRequestError, StateError
+from shoal.errors import InternalError, InvalidRequestError, ShoalError, StateError
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import counter, gauge, histogram
 from shoal.types import CopyDigest, SinkCommitted, SinkLayout, SinkVerified
@@ -209,7 +209,15 @@ class WeightSink:
         _pause_ms.observe(pause_ms)
         _version.set(policy_version)
         log.info("weights_committed", policy_version=policy_version, pause_ms=round(pause_ms, 2))
+        await self._free_replaced()
         return self._committed
+
+    async def _free_replaced(self) -> None:
+        """Free the old weights, which takes longer than the swap; the new ones are served already."""
+        try:
+            await self._engine.call_workers("shoal_drop")
+        except ShoalError as error:
+            log.warning("old_weights_not_freed", error=str(error))
 
     def _require(self, push_id: str, policy_version: int, *states: SinkState) -> None:
         push = _checked(push_id, policy_version)

@@ -20,7 +20,8 @@ from vllm.platforms import current_platform
 from shoal.errors import ConfigError
 from shoal_rollout.engine_parameters import EngineParameter, Holder
 
-Apply = Callable[[], None]
+Apply = Callable[[], object]
+"""Swaps one thing and answers what it replaced: freeing large weights takes milliseconds, so the caller does it after the pause."""
 
 
 def use_live_embeddings(model: nn.Module) -> None:
@@ -40,7 +41,7 @@ def prepare_swap(parameters: Sequence[EngineParameter], staged: Callable[[str], 
         source = staged(parameter.name)
         for holder in parameter.holders:
             if _is_packed(holder):
-                yield partial(setattr, holder.module, "cpu_linear", _packed(source))
+                yield partial(_set_linear, holder.module, _packed(source))
         live = parameter.holders[0].live
         if live.numel() > 0:
             yield _replace(live, source)
@@ -86,9 +87,18 @@ def _replace(live: nn.Parameter, source: Tensor) -> Apply:
     return partial(_copy_data, live, source)
 
 
-def _set_data(live: nn.Parameter, data: Tensor) -> None:
+def _set_linear(module: nn.Module, linear: Callable[..., Tensor]) -> object:
+    replaced = module.cpu_linear
+    module.cpu_linear = linear  # type: ignore[assignment]  # an attribute that vLLM adds
+    return replaced
+
+
+def _set_data(live: nn.Parameter, data: Tensor) -> object:
+    replaced = live.data
     live.data = data
+    return replaced
 
 
-def _copy_data(live: nn.Parameter, source: Tensor) -> None:
+def _copy_data(live: nn.Parameter, source: Tensor) -> object:
     live.data.copy_(source)
+    return None

@@ -52,6 +52,7 @@ class WorkerSink:
         self._transport: SinkTransport | None = None
         self._work: Iterator[Apply | None] | None = None
         self._applies: list[Apply] = []
+        self._replaced: list[object] = []
         self._num_bytes = 0
         self._is_ready = False
 
@@ -111,25 +112,23 @@ class WorkerSink:
         return True, self._num_bytes
 
     def commit(self) -> int:
-        """Swap; the engine must be paused.
+        """Swap; the engine must be paused. What was replaced stays until `drop`.
 
         Returns: how many references were set or tensors copied.
         Raises: StateError: nothing is ready; no weight was touched.
         """
         if not self._is_ready:
             raise StateError("no verified weights on this worker; nothing was swapped")
-        applies = self._applies
+        applies, self._applies, self._is_ready = self._applies, [], False
         with torch.no_grad():
-            for apply in applies:
-                apply()
+            self._replaced = [apply() for apply in applies]
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.drop()
         return len(applies)
 
     def drop(self) -> None:
-        """Forget what is ready; staging stays for the next push."""
-        self._work, self._applies, self._num_bytes, self._is_ready = None, [], 0, False
+        """Forget what is ready or replaced; staging stays for the next push."""
+        self._work, self._applies, self._num_bytes, self._is_ready, self._replaced = None, [], 0, False, []
 
     def close(self) -> None:
         """Remove staging."""

@@ -62,7 +62,14 @@ async def test_push_goes_through_its_stages_in_order(rig: _Rig) -> None:
     assert verified.num_bytes == 100
     committed = await rig.sink.commit("a", 1)
     assert committed.policy_version == 1
-    assert rig.engine.calls == ["shoal_prepare", "shoal_start_verify", "shoal_step_verify", "shoal_step_verify", *COMMIT_CALLS]
+    assert rig.engine.calls == [
+        "shoal_prepare",
+        "shoal_start_verify",
+        "shoal_step_verify",
+        "shoal_step_verify",
+        *COMMIT_CALLS,
+        "shoal_drop",
+    ]
     assert (rig.sink.state, rig.sink.served_version, rig.committed) == (SinkState.COMMITTED, 1, [1])
 
 
@@ -130,6 +137,7 @@ async def test_abort_drops_a_push_repeats_and_refuses_a_committed_one(rig: _Rig)
     with pytest.raises(StateError):
         await rig.sink.commit("a", 1)
     await rig.to_verified("b", 2)
+    rig.engine.failures["shoal_drop"] = StateError("old weights are stuck")
     await rig.sink.commit("b", 2)
     with pytest.raises(StateError, match="committed cannot go to idle"):
         await rig.sink.abort("b")
@@ -164,7 +172,7 @@ async def test_a_commit_outlives_its_caller_and_a_repeat_waits_for_it(rig: _Rig)
             await refused
     release.set()
     assert (await repeat).policy_version == 1
-    assert rig.engine.calls[-4:] == COMMIT_CALLS
+    assert rig.engine.calls[-5:] == [*COMMIT_CALLS, "shoal_drop"]
 
 
 @pytest.mark.parametrize("call", COMMIT_CALLS)
