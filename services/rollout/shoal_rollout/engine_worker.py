@@ -5,8 +5,6 @@ Errors of the Shoal tree come back as values: vLLM would turn an exception into 
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,10 @@ from shoal_rollout.worker_sink import WorkerSink
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_VLLM_SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 - where shm_open puts them
+"""Message queues between engine core and workers, and buffers of collectives between CPU workers."""
 
 
 class EngineWorker:
@@ -38,7 +40,8 @@ class EngineWorker:
             model: nn.Module = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config):
                 self.shoal_sink = WorkerSink(model, Path(folder), self.rank)
-            _unlink_group_memory()
+            if self.vllm_config.parallel_config.world_size > 1:
+                _unlink_shared_memory()
             return layout_to_plain(self.shoal_sink.layout)
 
         return _answer(run)
@@ -75,11 +78,14 @@ def _require(worker: EngineWorker) -> WorkerSink:
     return sink
 
 
-def _unlink_group_memory() -> None:
-    """Remove the names of vLLM's shared memory between CPU workers: all have mapped it, and a killed worker would leave it behind."""
-    identity = os.environ.get("VLLM_DIST_IDENT")
-    if identity:
-        for path in glob.glob(f"/dev/shm/{glob.escape(identity)}-*cpushm*"):  # noqa: S108 - where shm_open puts them
+def _unlink_shared_memory() -> None:
+    """Remove the names of vLLM's shared memory between its processes: all have mapped it, and killed ones would leave it behind."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    for line in maps.read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if path.startswith(_VLLM_SHARED_MEMORY) and not path.endswith(" (deleted)"):
             Path(path).unlink(missing_ok=True)
 
 

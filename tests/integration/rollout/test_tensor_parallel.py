@@ -33,11 +33,19 @@ async def test_push_into_two_workers_serves_exactly_the_new_weights(tmp_path: Pa
             await sink.verify("push-1", 1, plan_hash, digests, timeout_s=30)
             await sink.commit("push-1", 1, timeout_s=30)
         await _check(server, save_variant(folder, tmp_path / "v1", tensors))
+        assert not _named_shared_memory(server), "killed processes would leave these behind"
         server.process.terminate()
         assert server.process.wait(20) == 0
         assert not list(server.shm_dir.iterdir())
     finally:
         server.kill()
+
+
+def _named_shared_memory(server: RolloutProcess) -> set[str]:
+    """What the engine's processes have mapped under a name in /dev/shm."""
+    lines = [line for process in server.engine_processes() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    paths = {line[line.find("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return {path for path in paths if not path.endswith("(deleted)")}
 
 
 async def _check(server: RolloutProcess, folder: Path) -> None:
