@@ -31,8 +31,9 @@ class Optimizer:
     A step whose gradient is not finite on any rank is skipped on all: parameters, moments and the schedule stay as they are.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], gang: GangSection, context: RankContext) -> None:
+    def __init__(self, parameters: Iterable[Tensor], gang: GangSection, context: RankContext, *, planned_updates: int) -> None:
         self._parameters = list(parameters)
+        self._total_steps = planned_updates if gang.lr_schedule == "linear" else None
         self._gang = gang
         self._context = context
         # Fused is the fastest of the implementations on a CPU too.
@@ -45,7 +46,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Rate of the next update."""
-        return learning_rate(self.num_updates, lr=self._gang.lr, warmup_steps=self._gang.warmup_steps)
+        return learning_rate(self.num_updates, lr=self._gang.lr, warmup_steps=self._gang.warmup_steps, total_steps=self._total_steps)
 
     def step(self) -> StepOutcome:
         """Clip the gradients, update the parameters, drop the gradients."""

@@ -148,6 +148,8 @@ class GangSection(_Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """After the warm-up: stay at the peak, or fall linearly to 0 at the end of the run."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decay."""
     eps: float = Field(default=1e-8, gt=0)
@@ -282,3 +284,8 @@ class RunConfig(_Section):
     redis: RedisSection = RedisSection()
     security: SecuritySection = SecuritySection()
     telemetry: TelemetrySection = TelemetrySection()
+
+    @property
+    def planned_updates(self) -> int:
+        """Optimizer steps of each gang over the whole run."""
+        return self.run.steps * self.algorithm.epochs * self.algorithm.mini_batches
