@@ -24,7 +24,7 @@ test-gpu: setup ## tests that need an NVIDIA GPU
 	$(PYTEST) -m gpu tests/gpu $(ARGS)
 
 test-compose: setup ## builds and runs the containers
-	$(PYTEST) -m compose $(ARGS)
+	$(PYTEST) -m compose tests/e2e $(ARGS)
 
 check: setup ## ruff, mypy, import rules, proto lint, stub diff
 	@VENV=$(VENV) scripts/check.sh

@@ -1,19 +1,37 @@
 #!/bin/sh
-# Inside an image build: install the project with an extra into /opt/shoal, from the wheelhouse if it holds wheels.
-#   container_install.sh EXTRA      (run in the folder with pyproject.toml)
+# Inside an image build, in the folder with pyproject.toml: install into /opt/shoal, from the wheelhouse if it holds wheels.
+#   container_install.sh dependencies EXTRA    what the project needs with an extra, into a virtual environment
+#   container_install.sh project               the project itself, in a folder of its own: a small layer on top
 set -eu
-extra=$1
 wheelhouse=deploy/wheelhouse
-overrides=""
-torch=""
-case "$extra" in *cpu*|*trainer*) overrides="--override deploy/overrides-cpu.txt"; torch="--torch-backend cpu" ;; esac
-if ls "$wheelhouse"/*.whl >/dev/null 2>&1; then
-  source="--no-index --find-links $wheelhouse"
-  torch=""
-else
-  source=""
-fi
-# Debian's pip refuses to touch the system without the flag; other pips of this age know it too.
-python3 -m pip install --quiet --no-cache-dir --break-system-packages $source uv
-python3 -m uv venv --quiet --python "$(command -v python3)" /opt/shoal
-python3 -m uv pip install --quiet --no-cache --python /opt/shoal/bin/python $source $torch $overrides ".[$extra]"
+python=/opt/shoal/venv/bin/python
+source=""
+if ls "$wheelhouse"/*.whl >/dev/null 2>&1; then source="--no-index --find-links $wheelhouse"; fi
+install() {
+  # The root file system of a container is read-only: what is not compiled here would be compiled again at every start.
+  # shellcheck disable=SC2086 # the source is several words
+  python3 -m uv pip install --quiet --no-cache --compile-bytecode --python "$python" $source "$@"
+}
+
+case "${1:-}" in
+  dependencies)
+    extra=$2
+    # Debian's pip refuses to touch the system without the flag; other pips of this age know it too.
+    # shellcheck disable=SC2086
+    python3 -m pip install --quiet --no-cache-dir --break-system-packages --root-user-action ignore $source uv
+    python3 -m uv venv --quiet --python "$(command -v python3)" /opt/shoal/venv
+    set -- --requirement pyproject.toml --extra "$extra"
+    case "$extra" in
+      *-cpu)
+        set -- "$@" --override deploy/overrides-cpu.txt
+        [ -n "$source" ] || set -- "$@" --torch-backend cpu
+        ;;
+    esac
+    install "$@"
+    ;;
+  project) install --no-deps --target /opt/shoal/project . ;;
+  *)
+    echo "container_install.sh: what to install? dependencies EXTRA, or project" >&2
+    exit 2
+    ;;
+esac
