@@ -263,7 +263,12 @@ def ppo_step(actor: Actor, critic: Critic | None, batch: Batch, kl_coef: float =
     return actor.update_batch(batch.step).metrics, critic_metrics
 
 
-def build_pair(config: RunConfig, context: RankContext, records: Sequence[ExperienceRecord]) -> tuple[Actor, Critic, MemoryRecords]:
-    """Actor and critic on one rank over records in memory."""
+def build_pair(
+    config: RunConfig, context: RankContext, records: Sequence[ExperienceRecord], *, overhead_tokens: float | None = None
+) -> tuple[Actor, Critic, MemoryRecords]:
+    """Actor and critic on one rank over records in memory; overhead_tokens 0 makes a pass of every length."""
     source = MemoryRecords(records)
-    return build_actor(config, context, source), build_critic(config, context, source), source
+    actor, critic = build_actor(config, context, source), build_critic(config, context, source)
+    if overhead_tokens is not None:
+        actor._loader._overhead_tokens = critic._loader._overhead_tokens = overhead_tokens
+    return actor, critic, source

@@ -45,9 +45,11 @@ def train_step_job(context: RankContext, config: RunConfig, folder: Path) -> Non
         torch.save(result, folder / "result.pt")
 
 
-def _one_step(context: RankContext, config: RunConfig, records: Sequence[ExperienceRecord], split: Split) -> dict[str, Any]:
+def _one_step(
+    context: RankContext, config: RunConfig, records: Sequence[ExperienceRecord], split: Split, *, overhead_tokens: float | None = None
+) -> dict[str, Any]:
     """One step, with what the optimizers saw."""
-    actor, critic, _ = build_pair(config, context, records)
+    actor, critic, _ = build_pair(config, context, records, overhead_tokens=overhead_tokens)
     seen: dict[str, torch.Tensor] = {}
     for name, trainer in (("actor", actor), ("critic", critic)):
         original = trainer.optimizer.step
@@ -62,8 +64,13 @@ def _one_step(context: RankContext, config: RunConfig, records: Sequence[Experie
 
 
 def _every_split(context: RankContext, config: RunConfig) -> list[dict[str, Any]]:
-    """The same records in every split of this number of ranks."""
-    return [_one_step(context, config, ragged_records(), split) for split in WORLD_SPLITS[context.world_size]]
+    """The same records in every split of this number of ranks; on two ranks also with a pass of its own for every length."""
+    overheads = (None, 0.0) if context.world_size == 2 else (None,)
+    return [
+        _one_step(context, config, ragged_records(), split, overhead_tokens=overhead)
+        for split in WORLD_SPLITS[context.world_size]
+        for overhead in overheads
+    ]
 
 
 def _uneven_ranks(context: RankContext, config: RunConfig) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Actor:
         self._estimate = advantage_estimator(config.algorithm)
         self._ledger: StepLedger[dict[str, float] | UpdateResult] = StepLedger(self.role)
         self._step: _ActorStep | None = None
-        self.optimizer = Optimizer(policy.parameters(), config.actor, context)
+        self.optimizer = Optimizer(policy.parameters(), config.actor, context, planned_updates=config.planned_updates)
         self.policy_version = 0
 
     @property
@@ -108,7 +108,9 @@ class Actor:
         self._drop_step()
         watch = Stopwatch(self._context.device)
         with watch.time("fetch_s"), self._context.agreed():
-            mini_batches = self._loader.load(batch)
+            loaded = self._loader.load(batch)
+        with watch.time("pad_s"):
+            mini_batches = self._loader.pad(loaded)
         has_graph = keeps_graph(mini_batches, self._algorithm, self._config.actor, self._context)
         with watch.time("forward_s"), graph(has_graph):
             micro_batches = [self._score(micro) for micro in flatten(mini_batches)]

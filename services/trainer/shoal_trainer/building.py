@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from shoal.config.models import GangSection, RunConfig
 from shoal.errors import InvalidRequestError
 from shoal.queue.records import RecordReader
 from shoal.types import ExportResult, TrainerDescription, TrainerRole
 from shoal_trainer.actor import Actor
+from shoal_trainer.buckets import pass_overhead_tokens
 from shoal_trainer.commands import TrainerCommands
 from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext
@@ -66,15 +70,20 @@ def build_actor(config: RunConfig, context: RankContext, records: RecordSource) 
     if config.algorithm.kl_in != "none":
         path = config.model.path if config.model.reference_path is None else config.model.reference_path
         reference = load_policy(path, config.model, config.actor, context, trainable=False)
-    loader = BatchLoader(records, context, config.run.id, sampled_vocab_size(policy.language_model.config))
+    loader = _loader(config, context, records, policy, policy.language_model.config)
     return Actor(config, context, policy, reference, loader)
 
 
 def build_critic(config: RunConfig, context: RankContext, records: RecordSource) -> Critic:
     """Load the value model."""
     model = load_value_model(config.model, config.critic, context)
-    loader = BatchLoader(records, context, config.run.id, sampled_vocab_size(model.backbone.config))
+    loader = _loader(config, context, records, model, model.backbone.config)
     return Critic(config, context, model, loader)
+
+
+def _loader(config: RunConfig, context: RankContext, records: RecordSource, module: nn.Module, model_config: Any) -> BatchLoader:  # noqa: ANN401
+    overhead_tokens = pass_overhead_tokens(num_parameters(module), context.device)
+    return BatchLoader(records, context, config.run.id, sampled_vocab_size(model_config), overhead_tokens)
 
 
 def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankParts:

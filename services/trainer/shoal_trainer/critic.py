@@ -67,7 +67,7 @@ class Critic:
         self._loss = value_loss(config.algorithm)
         self._ledger: StepLedger[dict[str, float] | UpdateResult] = StepLedger(self.role)
         self._step: _CriticStep | None = None
-        self.optimizer = Optimizer(model.parameters(), config.critic, context)
+        self.optimizer = Optimizer(model.parameters(), config.critic, context, planned_updates=config.planned_updates)
         self.policy_version = 0
 
     @property
@@ -92,7 +92,9 @@ class Critic:
         self._drop_step()
         watch = Stopwatch(self._context.device)
         with watch.time("fetch_s"), self._context.agreed():
-            mini_batches = self._loader.load(batch)
+            loaded = self._loader.load(batch)
+        with watch.time("pad_s"):
+            mini_batches = self._loader.pad(loaded)
         has_graph = keeps_graph(mini_batches, self._algorithm, self._config.critic, self._context)
         with watch.time("forward_s"), graph(has_graph):
             micro_batches = [_CriticMicroBatch(batch=micro, values=self._values(micro)) for micro in flatten(mini_batches)]

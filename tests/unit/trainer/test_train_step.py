@@ -40,9 +40,16 @@ SPLITS: list[Split] = [even_split(6, 1, 1), even_split(6, 1, 2), even_split(6, 1
 class Step:
     """Runs one step and keeps the gradients that the optimizers saw."""
 
-    def __init__(self, folder: Path, context: RankContext, records: list[ExperienceRecord], **sections: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        context: RankContext,
+        records: list[ExperienceRecord],
+        overhead_tokens: float | None = None,
+        **sections: Mapping[str, Any],
+    ) -> None:
         self.config = run_config(folder, **sections)
-        self.actor, self.critic, self.source = build_pair(self.config, context, records)
+        self.actor, self.critic, self.source = build_pair(self.config, context, records, overhead_tokens=overhead_tokens)
         self.records = records
         self.gradients: dict[str, torch.Tensor] = {}
         for name, trainer in (("actor", self.actor), ("critic", self.critic)):
@@ -72,8 +79,8 @@ def test_train_step_gives_the_same_loss_and_gradient_for_every_split(
         "critic": {"retain_graph_tokens": retain_graph_tokens},
     }
     results = []
-    for split in SPLITS:
-        step = Step(policy_folder, context, ragged_records(), **settings)
+    for split, overhead_tokens in [*((split, None) for split in SPLITS), (SPLITS[0], 0.0), (SPLITS[1], 0.0)]:
+        step = Step(policy_folder, context, ragged_records(), overhead_tokens, **settings)
         results.append((*step.run(split), step.gradients))
     whole_actor, whole_critic, whole = results[0]
     for actor_metrics, critic_metrics, gradients in results[1:]:
