@@ -39,7 +39,7 @@ else
   extras=all,dev
   if [ -n "$find_links" ]; then export UV_FIND_LINKS=${find_links// /,}; fi
 fi
-VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${torch_source[@]}" \
+VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" "${torch_source[@]}" \
   "${overrides[@]}" --editable ".[$extras]"
 echo "$stamp" >"$stamp_file"
 echo "setup: $venv is ready"
