@@ -1,7 +1,8 @@
 """Scores generated groups through the reward servers; several groups share one call.
 
 "Not scored" is not 0: a sample whose scorer declined, raised, answered NaN or could not be reached keeps that status and
-reaches no advantage. Only UnavailableError is retried. A scorer that does not exist fails the run at once.
+reaches no advantage. Only UnavailableError is retried, and only here: on another server, or on the same one with full jitter.
+A scorer that does not exist fails the run at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from shoal.config.models import RewardSection
 from shoal.errors import InternalError, InvalidRequestError, NotFoundError, ShoalError, UnavailableError
+from shoal.rpc.retry import jittered_delay_s
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 from shoal_coordinator.dispatcher import GeneratedGroup
 from shoal_coordinator.server_pool import ServerPool
@@ -25,8 +27,6 @@ GROUPS_PER_CALL = 8
 """Few enough that a call's deadline (reward.timeout_s for each of its groups) stays bounded."""
 
 MAX_CONCURRENT_CALLS = 4
-MAX_FAILOVERS = 2
-"""A client retries on its own server; after that another server, or a restarted one, is tried so often."""
 
 
 class RewardEndpoint(Protocol):
@@ -55,13 +55,24 @@ class GroupScorer:
         config: scorer, version, deadline.
         tokenizer: decodes responses.
         clock: counts open calls as reward time.
+        wait_for_server_s: how long a call may stay unanswered for want of a server, beside its own deadline; a server that
+            is being restarted comes back meanwhile.
     """
 
-    def __init__(self, pool: ServerPool[RewardEndpoint], config: RewardSection, tokenizer: PromptTokenizer, clock: StageClock) -> None:
+    def __init__(
+        self,
+        pool: ServerPool[RewardEndpoint],
+        config: RewardSection,
+        tokenizer: PromptTokenizer,
+        clock: StageClock,
+        *,
+        wait_for_server_s: float,
+    ) -> None:
         self._pool = pool
         self._config = config
         self._tokenizer = tokenizer
         self._clock = clock
+        self._wait_for_server_s = wait_for_server_s
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def score(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
@@ -123,19 +134,21 @@ class GroupScorer:
             return "", self._config.version, failed
 
     async def _call_servers(self, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, tuple[str, list[ScoreResult]]]:
-        """Ask the least loaded server; where it is unavailable, another one or its successor."""
-        deadline = time.monotonic() + timeout_s
+        """Ask the least loaded server; where it is unavailable, another one, its successor, or the same one again."""
+        deadline = time.monotonic() + timeout_s + self._wait_for_server_s
         num_tokens = sum(sample.num_response_tokens for sample in samples)
         failed_on: list[str] = []
+        pause_s = 0.0
         while True:
-            server = await self._pool.pick(max(0.0, deadline - time.monotonic()), failed_on)
-            left_s = max(0.001, deadline - time.monotonic())
+            server = await self._pool.pick(deadline - time.monotonic(), failed_on, pause_s)
+            left_s = min(timeout_s, max(0.001, deadline - time.monotonic()))
             try:
                 with self._pool.working(server, num_tokens):
                     return server.server_id, await server.client.score(self._config.scorer, self._config.version, samples, timeout_s=left_s)
             except UnavailableError:
                 failed_on.append(server.server_id)
-                if len(failed_on) > MAX_FAILOVERS or time.monotonic() >= deadline:
+                pause_s = jittered_delay_s(len(failed_on))
+                if time.monotonic() + pause_s >= deadline:
                     raise
 
 

@@ -74,7 +74,9 @@ class ServerPool(Generic[ClientT]):
         while True:
             self._changed.clear()
             now = time.monotonic()
-            server = self._least_loaded(avoid if now < avoid_until else ())
+            server = self._least_loaded(avoid)
+            if server is None and now >= avoid_until:
+                server = self._least_loaded(())
             if server is not None:
                 return server
             if now >= deadline:

@@ -122,7 +122,7 @@ class TrainingWorkload:
         self._data = data
         self.queue = queue
         self._source = self._source_at(PromptPosition())
-        self._scorer = GroupScorer(reward_pool, config.reward, data.tokenizer, clock)
+        self._scorer = GroupScorer(reward_pool, config.reward, data.tokenizer, clock, wait_for_server_s=config.coordinator.ready_timeout_s)
         self._dispatcher = Dispatcher(
             rollout_pool,
             config.rollout,

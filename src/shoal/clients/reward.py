@@ -27,15 +27,16 @@ class RewardClient(ServiceClient):
         return [scorer_description_from_proto(scorer) for scorer in answer.scorers]
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
-        """Score samples; an empty version asks for the newest.
+        """Score samples, once; an empty version asks for the newest. Retrying is the caller's, who knows other servers.
 
         Returns: The version that scored, and one result per sample in order.
         Raises:
             NotFoundError: unknown scorer or version.
+            UnavailableError: the server cannot be reached, is starting or drains.
             CodecError: the answer does not match the samples one to one.
         """
         request = reward_pb2.ScoreRequest(scorer=scorer, version=version, samples=[score_sample_to_proto(sample) for sample in samples])
-        answer = await self._call_idempotent(self._stub.Score, request, timeout_s)
+        answer = await self._call(self._stub.Score, request, timeout_s)
         results = [score_result_from_proto(result) for result in answer.results]
         if [result.sample_id for result in results] != [sample.sample_id for sample in samples]:
             raise CodecError(

@@ -44,10 +44,15 @@ async def call_idempotent(
         try:
             return await call(max(deadline_s - time.monotonic(), 0.0))
         except UnavailableError:
-            delay_s = random_unit() * backoff_s(attempt)
+            delay_s = jittered_delay_s(attempt, random_unit)
             if attempt >= max_attempts or time.monotonic() + delay_s >= deadline_s:
                 raise
             await asyncio.sleep(delay_s)
+
+
+def jittered_delay_s(attempt: int, random_unit: Callable[[], float] = random.random) -> float:
+    """Choose the wait after this attempt (from 1), in seconds: anything up to the longest."""
+    return random_unit() * backoff_s(attempt)
 
 
 def backoff_s(attempt: int) -> float:

@@ -145,7 +145,18 @@ async def test_generate_is_never_retried(failure: Exception) -> None:
     assert len(servicer.requests) == 1
 
 
-async def test_score_is_retried_while_unavailable_and_not_otherwise() -> None:
+async def test_score_is_not_retried_by_the_client() -> None:
+    async def fail(request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        raise UnavailableError("warming up")
+
+    servicer = FakeReward(fail)
+    async with serving(register_reward(servicer), REWARD_SERVICE) as address, RewardClient(address, PLAINTEXT) as client:
+        with pytest.raises(UnavailableError, match="warming up"):
+            await client.score("exact", "", [], timeout_s=30)
+    assert servicer.num_calls == 1
+
+
+async def test_idempotent_call_is_retried_while_unavailable_and_not_otherwise() -> None:
     failures: list[Exception] = [
         UnavailableError("warming up"),
         UnavailableError("warming up"),
@@ -153,14 +164,14 @@ async def test_score_is_retried_while_unavailable_and_not_otherwise() -> None:
         UnavailableError("x"),
     ]
 
-    async def behave(request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
-        raise failures.pop(0)
+    class _Failing(FakeReward):
+        async def DescribeReward(self, request: reward_pb2.DescribeRewardRequest, context: object) -> reward_pb2.DescribeRewardResponse:
+            raise failures.pop(0)
 
-    servicer = FakeReward(behave)
-    async with serving(register_reward(servicer), REWARD_SERVICE) as address, RewardClient(address, PLAINTEXT) as client:
+    async with serving(register_reward(_Failing()), REWARD_SERVICE) as address, RewardClient(address, PLAINTEXT) as client:
         with pytest.raises(InvalidRequestError, match="bad"):
-            await client.score("exact", "", [], timeout_s=30)
-    assert servicer.num_calls == 3
+            await client.describe(timeout_s=30)
+    assert len(failures) == 1
 
 
 async def test_score_returns_results_in_order_with_the_version() -> None:

@@ -23,7 +23,7 @@ async def run(rollout: FakeRollout, reward: FakeReward) -> Evaluation:
     clock = StageClock()
     config = RolloutSection(retries=0, max_new_tokens=4)
     dispatcher = Dispatcher(rollout_pool(a=rollout), config, run_id="run", vocab_size=VOCAB_SIZE, clock=clock, wait_for_server_s=1.0)
-    scorer = GroupScorer(reward_pool(r=reward), RewardSection(), FakeTokenizer(), clock)
+    scorer = GroupScorer(reward_pool(r=reward), RewardSection(), FakeTokenizer(), clock, wait_for_server_s=1.0)
     return await evaluate(ROWS, dispatcher, scorer, config, stop_token_ids=(2,), min_policy_version=3)
 
 

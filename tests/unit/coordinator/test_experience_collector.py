@@ -50,7 +50,7 @@ class Setup:
         )
         collector = ExperienceCollector(
             dispatcher,
-            GroupScorer(reward_pool(r=self.reward), RewardSection(scorer="sum"), FakeTokenizer(), self.clock),
+            GroupScorer(reward_pool(r=self.reward), RewardSection(scorer="sum"), FakeTokenizer(), self.clock, wait_for_server_s=1.0),
             self.queue,
             clock=self.clock,
             run_id="run",
