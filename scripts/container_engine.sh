@@ -6,12 +6,12 @@
 # Prints `export` lines for the caller. Exit code 3: no engine can run here, the last line says why.
 # Stop it with: kill "$(cat DIR/pid)".
 set -euo pipefail
-dir=$(mkdir -p "$1" && cd "$1" && pwd)
 log() { echo "container engine: $*" >&2; }
 give_up() { log "$*"; exit 3; }
 
 [ "$(id -u)" = 0 ] || give_up "needs root"
 command -v apt-get >/dev/null || give_up "needs Debian's apt-get"
+dir=$(mkdir -p "$1" && cd "$1" && pwd)
 if ! command -v dockerd >/dev/null || ! command -v mmdebstrap >/dev/null; then
   log "installing docker.io, mmdebstrap, iptables"
   apt-get update -qq >&2 || give_up "cannot read the package lists"

@@ -34,7 +34,7 @@ class Compose:
 
     def run(self, *arguments: str, timeout_s: float = 600.0) -> str:
         """Output of a compose command; a failing one raises with its error output."""
-        return self._docker("compose", "-p", self.project, *arguments, timeout_s=timeout_s)
+        return self._docker("compose", "--ansi", "never", "-p", self.project, *arguments, timeout_s=timeout_s)
 
     def process_id(self, service: str) -> int:
         """Process id, on the engine's machine, of a service's first process; 0 while the container does not run."""
@@ -72,7 +72,7 @@ class Compose:
         deadline = time.monotonic() + timeout_s
         while not ready():
             if time.monotonic() > deadline:
-                shown = [json.dumps(self.get("/v1/status")), self.run("ps", "--all"), self.run("logs", "--tail", "15")]
+                shown = [json.dumps(self.get("/v1/status")), self.run("ps", "--all"), self.run("logs", "--tail", "60")]
                 raise AssertionError("\n".join([f"no {what} after {timeout_s:g} s", *shown]))
             time.sleep(1.0)
 

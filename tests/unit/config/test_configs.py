@@ -34,7 +34,7 @@ def test_compose_trains_as_the_arithmetic_preset_does() -> None:
     assert _training(load_config(COMPOSE)) == _training(load_config(ROOT / "configs" / "arithmetic.yaml"))
 
 
-def test_compose_file_passes_the_ports_and_folders_of_its_config() -> None:
+def test_compose_file_passes_what_its_config_says_and_the_same_to_all() -> None:
     config = load_config(COMPOSE)
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name in ("rollout", "reward", "actor", "critic"):
@@ -42,6 +42,8 @@ def test_compose_file_passes_the_ports_and_folders_of_its_config() -> None:
         assert arguments[arguments.index("--coordinator") + 1] == f"coordinator:{config.coordinator.grpc_port}"
         assert arguments[arguments.index("--advertise") + 1] == name
         assert arguments[arguments.index("--port") + 1] == services[name]["healthcheck"]["test"][-1].rpartition(":")[2]
+        assert arguments[: arguments.index("--service-id")][-4:] == services["coordinator"]["command"][2:6]
+    assert f"run.steps=${{SHOAL_STEPS:-{config.run.steps}}}" in services["coordinator"]["command"]
     assert services["coordinator"]["ports"][0].endswith(f":{config.coordinator.rest_port}")
     for name in ("rollout", "actor"):
         assert f"shm:{config.push.shm_dir}" in services[name]["volumes"]
