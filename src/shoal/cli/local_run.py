@@ -14,6 +14,7 @@ from types import FrameType
 from shoal.cli.api import CoordinatorApi
 from shoal.cli.local.cluster import LocalCluster
 from shoal.cli.local.embedded_redis import EmbeddedRedis, embedded_redis
+from shoal.cli.local.stale import remove_stale_staging
 from shoal.cli.progress import ProgressView
 from shoal.cli.services import coordinator_spec, worker_specs
 from shoal.config.load import dump_config
@@ -35,6 +36,8 @@ def run_locally(config: RunConfig, view: ProgressView) -> str:
     """
     folder = Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=False)
+    for name in remove_stale_staging(config.push.shm_dir):
+        view.message(f"removed {config.push.shm_dir}/{name}, which a killed run had left behind")
     with _interruptible(), tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as runtime:
         redis = None if config.redis.url else embedded_redis(Path(runtime), folder / "redis", folder / "logs" / "redis.log")
         if redis is not None:

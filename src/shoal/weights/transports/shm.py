@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -29,7 +30,7 @@ from shoal.weights.digest import rows_per_chunk, xxh3_of
 from shoal.weights.dtypes import item_bytes
 
 STAGING_PREFIX = "shoal-"
-"""Every staging file starts with this; a supervisor finds those of killed processes by it."""
+"""Every staging file starts with this; a supervisor finds those of killed processes by it, and by their lock, which is free then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class ShmSourceTransport:
 
 
 class ShmSinkTransport:
-    """`SinkTransport` over a mapped file that this object creates and removes.
+    """`SinkTransport` over a mapped file that this object creates, keeps locked, and removes.
 
     Args:
         folder: a tmpfs, such as /dev/shm; it must be the same for both ends.
@@ -165,17 +166,16 @@ class ShmSinkTransport:
         self._path = Path(folder) / f"{STAGING_PREFIX}{name}"
         self._mapping: _Mapping | None = None
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._descriptor = _create_locked(self._path)
         except OSError as error:
             raise _translate(error, str(self._path), num_bytes) from error
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            self._mapping = _Mapping(descriptor, num_bytes)
+            os.posix_fallocate(self._descriptor, 0, num_bytes)
+            self._mapping = _Mapping(self._descriptor, num_bytes)
         except OSError as error:
             self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
             raise _translate(error, str(self._path), num_bytes) from error
-        finally:
-            os.close(descriptor)
 
     @property
     def address(self) -> str:
@@ -196,12 +196,24 @@ class ShmSinkTransport:
             self._mapping.close()
             self._mapping = None
             self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
 
     def _open_mapping(self) -> _Mapping:
         if self._mapping is None:
             msg = f"staging file {self._path} is closed; create a new one"
             raise TransportError(msg)
         return self._mapping
+
+
+def _create_locked(path: Path) -> int:
+    """Create the file and lock it for as long as its descriptor is open, so that a sweep of stale files leaves it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        # A sweep came between creating and locking, and has removed it.
+        os.close(descriptor)
 
 
 def _copy_and_digest(target: Tensor, source: Tensor) -> int:
