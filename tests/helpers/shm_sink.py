@@ -82,7 +82,7 @@ class ShmSink:
         if push_id != self._staged_push:
             raise StateError(f"push {push_id} is not staged")
         self.after_staging(self)
-        num_bytes = sum(verify_staging(worker, digests, self.digest_of(worker.worker_rank)) for worker in self._layout.workers)
+        num_bytes = sum(sum(verify_staging(worker, digests, self.digest_of(worker.worker_rank))) for worker in self._layout.workers)
         self._verified_push = push_id
         return SinkVerified(num_bytes=num_bytes, verify_ms=0.0)
 

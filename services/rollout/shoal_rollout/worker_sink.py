@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from torch import nn
 
 from shoal.config.models import PushSection
 from shoal.errors import CapacityError, StateError
-from shoal.types import Box, CopyDigest, SinkWorkerLayout
-from shoal.weights import boxes
-from shoal.weights.dtypes import item_bytes
+from shoal.types import CopyDigest, SinkWorkerLayout
 from shoal.weights.transports.base import SinkTransport
 from shoal.weights.transports.factory import open_sink_transport
+from shoal.weights.verification import verify_staging
 from shoal_rollout.engine_parameters import collect_parameters, record_load
 from shoal_rollout.weight_swap import Apply, check_swappable, prepare_swap, use_live_embeddings
 from shoal_rollout.worker_layout import place_parameters
@@ -82,9 +80,7 @@ class WorkerSink:
         """
         transport = self._require_transport()
         self.drop()
-        mine = [digest for digest in digests if digest.worker_rank == self._layout.worker_rank]
-        self._check_coverage(mine)
-        self._work = self._verify_and_ready(transport, mine)
+        self._work = self._verify_and_ready(transport, verify_staging(self._layout, digests, transport.digest))
 
     def step_verify(self, budget_s: float) -> tuple[bool, int]:
         """Go on for about `budget_s` seconds.
@@ -137,42 +133,11 @@ class WorkerSink:
             self._transport.close()
             self._transport = None
 
-    def _verify_and_ready(self, transport: SinkTransport, digests: Sequence[CopyDigest]) -> Iterator[Apply | None]:
-        for digest in digests:
-            parameter = self._by_name[digest.parameter]
-            if transport.digest(parameter, digest.parameter_box) != digest.xxh3:
-                msg = (
-                    f"staged bytes of {digest.parameter} {boxes.describe(digest.parameter_box)} on worker {digest.worker_rank} "
-                    "are not the ones the trainer wrote; push again"
-                )
-                raise StateError(msg)
-            self._num_bytes += digest.parameter_box.num_elements * item_bytes(parameter.dtype, parameter.name)
+    def _verify_and_ready(self, transport: SinkTransport, checking: Iterator[int]) -> Iterator[Apply | None]:
+        for num_bytes in checking:
+            self._num_bytes += num_bytes
             yield None
         yield from prepare_swap(self._parameters, lambda name: transport.tensor(self._by_name[name]))
-
-    def _check_coverage(self, digests: Sequence[CopyDigest]) -> None:
-        written: defaultdict[str, list[Box]] = defaultdict(list)
-        for digest in digests:
-            written[digest.parameter].append(digest.parameter_box)
-        unknown = sorted(written.keys() - self._by_name.keys())
-        if unknown:
-            raise StateError(f"worker {self._layout.worker_rank} has no parameter {unknown[0]}; prepare again and plan anew")
-        for region in self._layout.regions:
-            parts = [box for box in written[region.parameter] if boxes.intersect(box, region.parameter_box) is not None]
-            fault = boxes.cover_fault(region.parameter_box, parts)
-            if fault is not None:
-                msg = f"{region.parameter} on worker {self._layout.worker_rank} was not written exactly once: {fault}; push again"
-                raise StateError(msg)
-        self._check_nothing_outside(written)
-
-    def _check_nothing_outside(self, written: dict[str, list[Box]]) -> None:
-        """A copy outside every region would land in padding, which must stay zero."""
-        wanted: defaultdict[str, int] = defaultdict(int)
-        for region in self._layout.regions:
-            wanted[region.parameter] += region.parameter_box.num_elements
-        for name, parts in written.items():
-            if sum(box.num_elements for box in parts) != wanted[name]:
-                raise StateError(f"{name} on worker {self._layout.worker_rank} was written outside its regions; push again")
 
     def _require_transport(self) -> SinkTransport:
         if self._transport is None:

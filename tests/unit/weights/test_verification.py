@@ -33,7 +33,7 @@ DIGESTS = [
 
 
 def test_verify_staging_accepts_every_worker_of_a_plan_and_counts_bytes() -> None:
-    assert sum(verify_staging(worker, DIGESTS, digest_of) for worker in SINK.workers) == PLAN.num_bytes
+    assert sum(sum(verify_staging(worker, DIGESTS, digest_of)) for worker in SINK.workers) == PLAN.num_bytes
 
 
 @pytest.mark.parametrize("index", [0, len(DIGESTS) // 4])
@@ -46,7 +46,7 @@ def test_verify_staging_refuses_missing_repeated_and_changed_copies(index: int) 
         ([*DIGESTS[:index], replace(digest, xxh3=digest.xxh3 ^ 1), *DIGESTS[index + 1 :]], "differ"),
     ):
         with pytest.raises(StateError, match=words) as caught:
-            verify_staging(worker, digests, digest_of)
+            sum(verify_staging(worker, digests, digest_of))
         assert digest.parameter in str(caught.value)
 
 
@@ -54,4 +54,5 @@ def test_verify_staging_refuses_copies_that_belong_nowhere() -> None:
     padding = CopyDigest(worker_rank=1, parameter="lm_head.weight", parameter_box=rows_of((4, 8), 3, 4), xxh3=0)
     for stray in (padding, replace(padding, parameter="nobody")):
         with pytest.raises(StateError, match="no region of worker 1 holds it"):
+            # Refused before a byte is read, so nothing has to be iterated.
             verify_staging(SINK.workers[1], [*DIGESTS, stray], digest_of)
