@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 from shoal_coordinator.prompts import LengthRule, PromptPosition, PromptRow, PromptSource, load_prompt_rows
+from shoal_coordinator.workload import PROGRESS_LOG_S, progress_log
 
-from shoal.config.models import DataSection
+from shoal.config.models import DataSection, TelemetrySection
 from shoal.errors import DataError
+from shoal.telemetry.logs import setup_logging
 from tests.helpers.coordinator_fakes import FakeTokenizer
 
 
@@ -109,6 +112,16 @@ def test_tokenising_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rule = LengthRule(max_prompt_tokens=4, overlong="error", vocab_size=128, max_context=None, max_new_tokens=4)
     load_prompt_rows(path, DataSection(train=path), FakeTokenizer(), rule, progress=lambda done, total: told.append((done, total)))
     assert told == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_progress_is_logged_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("coordinator", TelemetrySection(), stream=sys.stdout)
+    times = iter([0.0, PROGRESS_LOG_S - 1, PROGRESS_LOG_S, PROGRESS_LOG_S, PROGRESS_LOG_S + 1])
+    report = progress_log("train.jsonl", lambda: next(times))
+    for num_done in (1, 2, 3):
+        report(num_done, 3)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line) | {"event": "data_loading", "path": "train.jsonl", "num_done": 2, "num_rows": 3} == json.loads(line)
 
 
 def rows(num: int) -> list[PromptRow]:
