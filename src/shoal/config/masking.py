@@ -7,7 +7,7 @@ import re
 _MASK = "***"
 # Up to the last @ before the path, since a password may hold an unescaped @.
 _USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<userinfo>[^/?#\s]*)@")
-_QUERY_SECRET = re.compile(r"(?P<key>[?&](?:password|passwd|token|secret|api_key)=)[^&#\s]*", re.IGNORECASE)
+_QUERY_SECRET = re.compile(r"(?P<key>[?&][a-z_]*(?:password|passwd|token|secret|api_key)=)[^&#\s]*", re.IGNORECASE)
 
 
 def mask_url(text: str) -> str:

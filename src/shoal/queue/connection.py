@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -19,6 +18,7 @@ import redis.backoff
 import redis.exceptions
 import redis.retry
 
+from shoal.config.masking import mask_url
 from shoal.errors import CapacityError, ConfigError, ShoalError, StateError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -28,21 +28,6 @@ NUM_RETRIES = 8
 """With the back-off below about 4 s in all: a Redis restart is survived."""
 
 _BACKOFF = redis.backoff.ExponentialWithJitterBackoff(base=0.05, cap=1.0)
-
-
-def mask_url(url: str) -> str:
-    """The address without its password, for logs and errors."""
-    try:
-        parts = urlsplit(url)
-        password = parts.password
-    except ValueError:
-        return "<unreadable url>"
-    # redis-py also takes the password from the query string.
-    parts = parts._replace(query="")
-    if password is None:
-        return urlunsplit(parts)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
 def open_async(url: str, *, blocking: bool = False) -> redis.asyncio.Redis:
@@ -65,6 +50,20 @@ def open_sync(url: str) -> redis.Redis:
     """
     with _readable(url):
         return redis.Redis.from_url(url, retry=redis.retry.Retry(_BACKOFF, NUM_RETRIES), **_options(url))
+
+
+def check_reachable(url: str) -> None:
+    """Ask the server for an answer, once.
+
+    Raises: ConfigError: the url is not a Redis address. UnavailableError: unreachable, or refusing the credentials.
+    """
+    with _readable(url):
+        client = redis.Redis.from_url(url, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0), **_options(url))
+    try:
+        with translated(url, "checking the address"):
+            client.ping()
+    finally:
+        client.close()
 
 
 @contextmanager

@@ -213,6 +213,7 @@ def test_repr_of_a_config_masks_the_password(base: Path) -> None:
         ("redis://h:6379/0", "redis://h:6379/0"),
         ("cannot reach redis://u:pw@h:1, retry", "cannot reach redis://u:***@h:1, retry"),
         ("redis://h/0?password=pw&db=1", "redis://h/0?password=***&db=1"),
+        ("rediss://h/0?db=1&ssl_password=pw", "rediss://h/0?db=1&ssl_password=***"),
         ("mail me@example.org", "mail me@example.org"),
         ("", ""),
     ],

@@ -6,23 +6,9 @@ import pytest
 
 from shoal.errors import CodecError
 from shoal.queue import keys
-from shoal.queue.connection import BLOCK_SLICE_S, SOCKET_TIMEOUT_S, mask_url
+from shoal.queue.connection import BLOCK_SLICE_S, SOCKET_TIMEOUT_S
 from shoal.queue.entries import decode_entry, encode_meta
 from tests.helpers.experience import make_record
-
-
-@pytest.mark.parametrize(
-    ("url", "masked"),
-    [
-        ("redis://127.0.0.1:1/0", "redis://127.0.0.1:1/0"),
-        ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
-        ("redis://user:se@cret@host/0", "redis://user:***@host/0"),
-        ("redis://host/0?password=secret", "redis://host/0"),
-        ("redis://[secret", "<unreadable url>"),
-    ],
-)
-def test_mask_url_hides_the_password(url: str, masked: str) -> None:
-    assert mask_url(url) == masked
 
 
 def test_blocking_reads_are_shorter_than_the_socket_timeout() -> None:
