@@ -10,6 +10,7 @@ import sys
 SUPERVISED_VARIABLE = "SHOAL_SUPERVISED"
 SUPERVISOR_PID_VARIABLE = "SHOAL_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
@@ -28,14 +29,21 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
     if os.environ.get(SUPERVISED_VARIABLE) != "1" or not sys.platform.startswith("linux"):
         return False
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(number)}")
+    set_parent_death_signal(death_signal)
     # The parent may have died between our start and prctl; then no signal ever comes.
     if os.getppid() != parent or not _supervisor_lives():
         os.kill(os.getpid(), death_signal)
     return True
+
+
+def set_parent_death_signal(death_signal: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies (Linux); also for a child between fork and exec.
+
+    Raises: OSError: the kernel refused.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(number)}")
 
 
 def _supervisor_lives() -> bool:

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -17,11 +16,6 @@ def become_subreaper() -> None:
     """Adopt orphaned descendants, so that a killed service's children can still be found and ended."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def kill_with_parent() -> None:
-    """For a child between fork and exec: be killed when the parent dies."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def parent_of(pid: int) -> int | None:

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shoal.cli.local.process_tree import become_subreaper, kill_descendants, kill_with_parent, reap
+from shoal.cli.local.process_tree import become_subreaper, kill_descendants, reap
 from shoal.cli.local.protocol import Event, RestartPolicy, ServiceSpec
+from shoal.process import set_parent_death_signal
 
 _POLL_S = 0.1
 _STOP_GRACE_S = 15.0
@@ -104,7 +105,7 @@ class Supervisor:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=kill_with_parent,
+                    preexec_fn=set_parent_death_signal,
                 )
         except OSError as error:
             self._emit(Event(kind="exited", service=spec.name, exit_code=127, message=f"cannot start {spec.argv[0]}: {error}"))
