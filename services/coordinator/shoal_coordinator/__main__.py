@@ -16,6 +16,7 @@ from shoal.config.load import load_config
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
 from shoal.process import die_with_parent
+from shoal.service_arguments import add_config_arguments
 from shoal.telemetry.logs import get_logger, setup_logging
 from shoal_coordinator.app import serve
 from shoal_coordinator.states import RunState
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     args = _parse(argv)
     try:
-        config = load_config(args.config, args.set)
+        config = load_config(args.config, args.overrides)
     except ShoalError as error:
         sys.stderr.write(f"shoal_coordinator: {error}\n")
         return 2
@@ -51,8 +52,7 @@ async def _serve(config: RunConfig, ready_file: Path | None, exit_when_done: boo
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shoal_coordinator", description="Drives one training run.")
-    parser.add_argument("--config", required=True, type=Path, help="the run's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting; may be repeated")
+    add_config_arguments(parser)
     parser.add_argument("--ready-file", type=Path, default=None, help="written with the addresses once they are served")
     parser.add_argument("--exit-when-done", action="store_true", help="end with the run instead of serving until SIGTERM")
     return parser.parse_args(argv)

@@ -8,17 +8,17 @@ import logging
 import os
 import sys
 import uuid
-from pathlib import Path
 
 from shoal.clients.registry import LeaseKeeper
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, NotFoundError, ShoalError
 from shoal.process import die_with_parent
 from shoal.reward import REGISTRY
 from shoal.rpc.channel import join_address
 from shoal.rpc.server import RpcServer, serve_until_signal
 from shoal.rpc.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
+from shoal.service_arguments import add_service_arguments
 from shoal.telemetry.logs import get_logger, setup_logging
 from shoal.telemetry.metrics import start_metrics_server
 from shoal.types import ServiceInfo, ServiceKind
@@ -38,12 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     pool = ScoringPool(SCORER_THREADS)
     try:
-        config = load_config(arguments.config, arguments.set)
+        config = load_config(arguments.config, arguments.overrides)
         setup_logging("reward", config.telemetry)
         asyncio.run(_serve(config, arguments, pool))
     except ShoalError as error:
         log.error("service_failed", service_id=arguments.service_id, error=str(error))
-        return 1
+        # 2: this configuration would be refused again, so a restart is of no use.
+        return 2 if isinstance(error, ConfigError | NotFoundError) else 1
     finally:
         pool.shutdown()
     _leave_stuck_threads(pool)
@@ -85,13 +86,7 @@ def _leave_stuck_threads(pool: ScoringPool) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shoal_reward", description="Serve scorers to a run.")
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting, such as reward.timeout_s=5")
-    parser.add_argument("--service-id", required=True, help="name in the registry, such as reward-0")
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="where the registry listens")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0 picks a free port")
-    parser.add_argument("--advertise", default="", metavar="HOST", help="host name that others reach this service by; default: --host")
+    add_service_arguments(parser, example="reward-0")
     return parser.parse_args(argv)
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.process import die_with_parent
+from shoal.service_arguments import add_service_arguments
 from shoal.telemetry.logs import get_logger, setup_logging
 from shoal_rollout.engine_environment import prepare_environment
 
@@ -22,14 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     arguments = _parse(argv)
     try:
-        config = load_config(arguments.config, arguments.set)
+        config = load_config(arguments.config, arguments.overrides)
         setup_logging(arguments.service_id, config.telemetry, run_id=config.run.id)
         # torch and vLLM read the environment when they are imported.
         prepare_environment(config.rollout, config.telemetry)
         return _serve(config, arguments)
     except ShoalError as error:
         log.error("cannot_serve", error=str(error), kind=type(error).__name__)
-        return 1
+        # 2: this configuration would be refused again, so a restart is of no use.
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _serve(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -63,13 +65,8 @@ def _serve(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shoal_rollout", description="Rollout server: one vLLM engine behind gRPC.")
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="section.field=value", help="override one value of the file")
-    parser.add_argument("--service-id", required=True, help="name of this server, unique in the run, such as rollout-0")
-    parser.add_argument("--coordinator", help="host:port of the coordinator; without it the server registers nowhere")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
-    parser.add_argument("--advertise", help="host that others reach this server at; default is --host")
+    # Without a coordinator the server registers nowhere, and serves all the same.
+    add_service_arguments(parser, example="rollout-0", coordinator_required=False)
     return parser.parse_args(argv)
 
 

@@ -11,19 +11,14 @@ import os
 import sys
 
 from shoal.process import SUPERVISED_VARIABLE, die_with_parent
+from shoal.service_arguments import add_service_arguments
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="shoal_trainer", description="One rank of a trainer gang.")
     parser.add_argument("--role", choices=("actor", "critic"), required=True, help="what the gang trains")
-    parser.add_argument("--config", required=True, help="the run's YAML file")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
-    parser.add_argument("--service-id", required=True, help="name in the registry")
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="address of the registry")
-    parser.add_argument("--host", default="127.0.0.1", help="address that rank 0 listens on")
-    parser.add_argument("--port", type=int, default=0, help="port that rank 0 listens on; 0 picks a free one")
-    parser.add_argument("--advertise", default=None, metavar="HOST", help="host that others dial; default --host")
+    add_service_arguments(parser, example="actor")
     return parser.parse_args(arguments)
 
 
