@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from shoal.config.models import SecuritySection
-from shoal.types import Completion, RolloutDescription, SamplingParams, ScorerDescription, ScoreResult, ScoreSample
+from shoal.types import RolloutDescription, ScorerDescription
+from shoal_coordinator.dispatcher import RolloutEndpoint
 from shoal_coordinator.gangs import Closable, SourceConnection, TrainerConnection
 from shoal_coordinator.push import WeightSink
+from shoal_coordinator.scoring import RewardEndpoint
 
 
-class RolloutCalls(Closable, Protocol):
+class RolloutCalls(RolloutEndpoint, Closable, Protocol):
     """Generation on one server; `shoal.clients.rollout.RolloutClient`."""
 
     async def describe(self, *, timeout_s: float) -> RolloutDescription:
         """Facts about the server."""
         ...
 
-    def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        num_samples: int,
-        seeds: Sequence[int] = (),
-        min_policy_version: int = 0,
-        *,
-        timeout_s: float,
-    ) -> AsyncGenerator[Completion, None]:
-        """Completions of a group as they finish."""
-        ...
 
-
-class RewardCalls(Closable, Protocol):
+class RewardCalls(RewardEndpoint, Closable, Protocol):
     """Scoring; `shoal.clients.reward.RewardClient`."""
 
     async def describe(self, *, timeout_s: float) -> list[ScorerDescription]:
         """The server's scorers."""
-        ...
-
-    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
-        """The scorer's version and one result per sample."""
         ...
 
 

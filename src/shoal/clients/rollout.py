@@ -41,8 +41,7 @@ class RolloutClient(ServiceClient):
     ) -> AsyncGenerator[Completion, None]:
         """Yield each completion of a group as it finishes; never retried.
 
-        Closing the generator, or cancelling the task that reads it, cancels the call and with it what still runs on the server.
-        Leave the loop early only inside `contextlib.aclosing`, so that this happens at once.
+        Closing the generator, or cancelling its reader, cancels what still runs; leave the loop early only inside `contextlib.aclosing`.
 
         Args:
             request_id: Unique per attempt.
