@@ -58,6 +58,6 @@ def _verify_copies(
     for digest in digests:
         parameter = parameters[digest.parameter]
         if digest_of(parameter, digest.parameter_box) != digest.xxh3:
-            msg = f"staged bytes of {boxes.describe(digest.parameter_box)} of {digest.parameter} on worker {worker.worker_rank} differ"
+            msg = f"staged bytes of {digest.parameter} {boxes.describe(digest.parameter_box)} on worker {worker.worker_rank} differ"
             raise StateError(f"{msg} from what the trainer wrote; push again")
         yield digest.parameter_box.num_elements * item_bytes(parameter.dtype, parameter.name)
