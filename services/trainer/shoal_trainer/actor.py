@@ -17,7 +17,6 @@ from shoal.algo.kl import k1, k3, token_kl
 from shoal.algo.masking import masked_moments, select
 from shoal.algo.registry import GROUP_ESTIMATORS, advantage_estimator, policy_loss
 from shoal.config.models import RunConfig
-from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, TrainerRole, UpdateResult
 from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
@@ -25,11 +24,18 @@ from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
 from shoal_trainer.models import PolicyModel, forget_passes
 from shoal_trainer.optimizer import Optimizer
-from shoal_trainer.passes import graph, keeps_graph, outcome_metrics, run_updates, split_like
+from shoal_trainer.passes import (
+    backward_over_ranks,
+    graph,
+    keeps_graph,
+    outcome_metrics,
+    read_mini_batches,
+    run_updates,
+    split_like,
+    update_result,
+)
 from shoal_trainer.rows import join_rows, split_rows
 from shoal_trainer.step_ledger import StepLedger, StepStage
-
-log = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,10 +113,7 @@ class Actor:
             return answer
         self._drop_step()
         watch = Stopwatch(self._context.device)
-        with watch.time("fetch_s"), self._context.agreed():
-            loaded = self._loader.load(batch)
-        with watch.time("pad_s"):
-            mini_batches = self._loader.pad(loaded)
+        mini_batches = read_mini_batches(self._loader, batch, self._context, watch)
         has_graph = keeps_graph(mini_batches, self._algorithm, self._config.actor, self._context)
         with watch.time("forward_s"), graph(has_graph):
             micro_batches = [self._score(micro) for micro in flatten(mini_batches)]
@@ -171,12 +174,9 @@ class Actor:
             context=self._context,
             watch=watch,
         )
-        applied = any(outcome.applied for outcome in outcomes)
-        self.policy_version += int(applied)
         metrics = current.metrics | self._update_metrics(tally, len(outcomes)) | outcome_metrics(outcomes, self.optimizer) | watch.seconds
-        if not applied:
-            log.warning("update_skipped", step=step, num_tokens=metrics["num_tokens"], grad_norm=metrics["grad_norm"])
-        result = UpdateResult(policy_version=self.policy_version, applied=applied, metrics=metrics)
+        result = update_result(step, self.policy_version, outcomes, metrics)
+        self.policy_version = result.policy_version
         self._ledger.advance(StepStage.UPDATED, result)
         self._step = None
         return result
@@ -258,8 +258,7 @@ class Actor:
         if algorithm.entropy_coef > 0:
             per_token = per_token - algorithm.entropy_coef * entropies
         loss = aggregate(per_token, batch.response_mask, counts, loss_aggregation=algorithm.loss_aggregation)
-        # FSDP averages gradients over the ranks; the loss is a sum over them.
-        (loss * self._context.world_size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        backward_over_ranks(loss, self._context)
         tally.add({**terms.sums, "loss": loss, "trained": batch.response_mask.sum()}, terms.maxima)
 
     def _forward_metrics(self, micro_batches: Sequence[_ActorMicroBatch]) -> dict[str, float]:
@@ -283,10 +282,7 @@ class Actor:
 
     @staticmethod
     def _update_metrics(tally: Tally, num_steps: int) -> dict[str, float]:
-        sums, maxima = tally.reduce()
-        num_trained = max(sums.pop("trained", 0.0), 1.0)
-        loss = sums.pop("loss", 0.0) / max(num_steps, 1)
-        means = {name: total / num_trained for name, total in sums.items()}
+        loss, means, maxima = tally.per_token(num_steps)
         return {"actor_loss": loss, "clip_fraction": 0.0, "ratio_max_deviation": 0.0, **means, **maxima}
 
 

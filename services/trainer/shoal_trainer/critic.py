@@ -16,7 +16,6 @@ from shoal.algo.masking import masked_moments
 from shoal.algo.registry import value_loss
 from shoal.config.models import RunConfig
 from shoal.errors import InvalidRequestError, NotFoundError, StateError
-from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, TrainerRole, UpdateResult
 from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
@@ -24,11 +23,18 @@ from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
 from shoal_trainer.models import ValueModel, forget_passes
 from shoal_trainer.optimizer import Optimizer
-from shoal_trainer.passes import graph, keeps_graph, outcome_metrics, run_updates, split_like
+from shoal_trainer.passes import (
+    backward_over_ranks,
+    graph,
+    keeps_graph,
+    outcome_metrics,
+    read_mini_batches,
+    run_updates,
+    split_like,
+    update_result,
+)
 from shoal_trainer.rows import join_rows
 from shoal_trainer.step_ledger import StepLedger, StepStage
-
-log = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,10 +97,7 @@ class Critic:
             return answer
         self._drop_step()
         watch = Stopwatch(self._context.device)
-        with watch.time("fetch_s"), self._context.agreed():
-            loaded = self._loader.load(batch)
-        with watch.time("pad_s"):
-            mini_batches = self._loader.pad(loaded)
+        mini_batches = read_mini_batches(self._loader, batch, self._context, watch)
         has_graph = keeps_graph(mini_batches, self._algorithm, self._config.critic, self._context)
         with watch.time("forward_s"), graph(has_graph):
             micro_batches = [_CriticMicroBatch(batch=micro, values=self._values(micro)) for micro in flatten(mini_batches)]
@@ -135,13 +138,10 @@ class Critic:
             context=self._context,
             watch=watch,
         )
-        applied = any(outcome.applied for outcome in outcomes)
-        self.policy_version += int(applied)
         metrics = current.metrics | self._update_metrics(tally, len(outcomes)) | self._explained(current.micro_batches)
         metrics |= outcome_metrics(outcomes, self.optimizer) | watch.seconds
-        if not applied:
-            log.warning("update_skipped", step=step, num_tokens=metrics["num_tokens"], grad_norm=metrics["grad_norm"])
-        result = UpdateResult(policy_version=self.policy_version, applied=applied, metrics=metrics)
+        result = update_result(step, self.policy_version, outcomes, metrics)
+        self.policy_version = result.policy_version
         self._ledger.advance(StepStage.UPDATED, result)
         self._step = None
         return result
@@ -170,8 +170,7 @@ class Critic:
         values = micro.values if has_graph else self._values(micro.batch)
         terms = self._loss(values, micro.old_values, micro.returns, mask)
         loss = aggregate(terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation)
-        # FSDP averages gradients over the ranks; the loss is a sum over them.
-        (loss * self._context.world_size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        backward_over_ranks(loss, self._context)
         tally.add({**terms.sums, "loss": loss, "trained": mask.sum()}, terms.maxima)
 
     def _forward_metrics(self, micro_batches: Sequence[_CriticMicroBatch]) -> dict[str, float]:
@@ -194,8 +193,6 @@ class Critic:
 
     @staticmethod
     def _update_metrics(tally: Tally, num_steps: int) -> dict[str, float]:
-        sums, maxima = tally.reduce()
-        num_trained = max(sums.pop("trained", 0.0), 1.0)
-        loss = sums.pop("loss", 0.0) / max(num_steps, 1)
-        means = {f"{name}_mean" if name == "return" else name: total / num_trained for name, total in sums.items() if name != "value"}
+        loss, means, maxima = tally.per_token(num_steps)
+        means = {f"{name}_mean" if name == "return" else name: mean for name, mean in means.items() if name != "value"}
         return {"critic_loss": loss, **means, **maxima}

@@ -33,6 +33,16 @@ class Tally:
         """Return sums and maxima over all ranks."""
         return self._over_ranks(self._sums, self._context.sum_over_ranks), self._over_ranks(self._maxima, self._context.max_over_ranks)
 
+    def per_token(self, num_steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Reduce what an update added: the sums `loss`, over its optimizer steps, and `trained`, tokens, with sums per token beside them.
+
+        Returns: the mean loss of a step, the means per trained token, the maxima.
+        """
+        sums, maxima = self.reduce()
+        num_trained = max(sums.pop("trained", 0.0), 1.0)
+        loss = sums.pop("loss", 0.0) / max(num_steps, 1)
+        return loss, {name: total / num_trained for name, total in sums.items()}, maxima
+
     @staticmethod
     def _over_ranks(local: Mapping[str, Tensor], reduction: object) -> dict[str, float]:
         if not local:

@@ -15,11 +15,15 @@ from torch import Tensor
 
 from shoal.algo.aggregation import TrainedCounts, count_trained
 from shoal.config.models import AlgorithmSection, GangSection
+from shoal.telemetry.logs import get_logger
+from shoal.types import Batch, UpdateResult
 from shoal_trainer.batching import MicroBatch
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.loading import MiniBatches, flatten
+from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch
 from shoal_trainer.optimizer import Optimizer, StepOutcome
+
+log = get_logger(__name__)
 
 Item = TypeVar("Item")
 
@@ -29,6 +33,19 @@ def keeps_graph(mini_batches: MiniBatches, algorithm: AlgorithmSection, gang: Ga
     own_tokens = sum(micro.num_padded_tokens for micro in flatten(mini_batches))
     most_tokens = context.max_over_ranks(torch.tensor([float(own_tokens)], device=context.device)).item()
     return algorithm.epochs * len(mini_batches) == 1 and most_tokens <= gang.retain_graph_tokens
+
+
+def read_mini_batches(loader: BatchLoader, batch: Batch, context: RankContext, watch: Stopwatch) -> MiniBatches:
+    """Fetch this rank's records and pad them; all ranks fail together.
+
+    Args:
+        watch: gets fetch_s and pad_s.
+    Raises: errors of reading the records.
+    """
+    with watch.time("fetch_s"), context.agreed():
+        loaded = loader.load(batch)
+    with watch.time("pad_s"):
+        return loader.pad(loaded)
 
 
 @contextmanager
@@ -76,6 +93,25 @@ def run_updates(
         with watch.time("optimizer_s"):
             outcomes.append(optimizer.step())
     return outcomes
+
+
+def backward_over_ranks(loss: Tensor, context: RankContext) -> None:
+    """Compute gradients of a loss, [], whose sum over the ranks is minimised."""
+    # FSDP averages gradients over the ranks.
+    (loss * context.world_size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def update_result(step: int, policy_version: int, outcomes: Sequence[StepOutcome], metrics: dict[str, float]) -> UpdateResult:
+    """What an update answers; the version grows by one if any optimizer step was applied, else a warning is logged.
+
+    Args:
+        policy_version: the one before the update.
+        metrics: with num_tokens and grad_norm.
+    """
+    applied = any(outcome.applied for outcome in outcomes)
+    if not applied:
+        log.warning("update_skipped", step=step, num_tokens=metrics["num_tokens"], grad_norm=metrics["grad_norm"])
+    return UpdateResult(policy_version=policy_version + int(applied), applied=applied, metrics=metrics)
 
 
 def outcome_metrics(outcomes: Sequence[StepOutcome], optimizer: Optimizer) -> dict[str, float]:
