@@ -37,9 +37,7 @@ def logits_to_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         logits: [..., V].
     Returns: [...].
     """
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    probs = logprobs.exp()
-    return -(probs * torch.where(probs > 0, logprobs, 0.0)).sum(dim=-1)
+    return _entropy(torch.log_softmax(logits / temperature, dim=-1))
 
 
 def token_logprobs(
@@ -158,5 +156,5 @@ def _grad_logits(
     grad.scatter_add_(1, token_ids[:, None], grad_picked[:, None])
     if entropy_part is not None:
         entropies, grad_entropies = entropy_part
-        grad -= grad_entropies[:, None] * probs * (torch.where(probs > 0, logprobs, 0.0) + entropies[:, None])
+        grad -= grad_entropies[:, None] * probs * (logprobs + entropies[:, None])
     return grad if temperature == 1.0 else grad / temperature

@@ -33,7 +33,7 @@ def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:
     """
     positions = torch.arange(response_mask.shape[1], device=response_mask.device)
     last = torch.where(response_mask, positions, -1).amax(dim=1, keepdim=True)
-    return select(scores[:, None].expand(response_mask.shape), response_mask & (positions == last))
+    return select(scores[:, None].expand(response_mask.shape), positions == last)
 
 
 def penalised_rewards(

@@ -54,6 +54,19 @@ def test_chunked_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
+@pytest.mark.parametrize("output", [0, 1])
+def test_chunked_gradient_of_one_output_alone_equals_dense(output: int) -> None:
+    torch.manual_seed(4)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 1, 2, 3, 5])
+    logits = hidden @ weight.T
+    dense = (logits_to_logprobs(logits, ids), logits_to_entropy(logits))[output]
+    chunked = token_logprobs(hidden, weight, ids, chunk_elements=12)[output]
+    expected = torch.autograd.grad(dense.sum(), (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(chunked.sum(), (hidden, weight)), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_chunked_works_with_a_tied_embedding_in_float32() -> None:
     torch.manual_seed(2)
     ids = torch.tensor([1, 4, 2])
