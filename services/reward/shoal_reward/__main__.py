@@ -7,9 +7,8 @@ import asyncio
 import logging
 import os
 import sys
-import uuid
 
-from shoal.clients.registry import LeaseKeeper
+from shoal.clients.registry import LeaseKeeper, this_process
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError, NotFoundError, ShoalError
@@ -66,13 +65,11 @@ async def _serve(config: RunConfig, arguments: argparse.Namespace, pool: Scoring
 
 
 def _service_info(config: RunConfig, arguments: argparse.Namespace, port: int) -> ServiceInfo:
-    return ServiceInfo(
+    return this_process(
         run_id=config.run.id,
         service_id=arguments.service_id,
         kind=ServiceKind.REWARD,
         address=join_address(arguments.advertise or arguments.host, port),
-        incarnation=uuid.uuid4().hex,
-        process_id=os.getpid(),
     )
 
 

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import glob
 import os
-import uuid
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from shoal.clients.registry import LeaseKeeper
+from shoal.clients.registry import LeaseKeeper, this_process
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
 from shoal.rpc.channel import join_address
@@ -19,7 +18,7 @@ from shoal.rpc.server import RpcServer, serve_until_signal
 from shoal.rpc.v1 import rollout_pb2_grpc, weights_pb2_grpc
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import start_metrics_server
-from shoal.types import ServiceInfo, ServiceKind
+from shoal.types import ServiceKind
 from shoal_rollout import rollout_servicer, weight_sink_servicer
 from shoal_rollout.generation import Generation
 from shoal_rollout.model_facts import ModelFacts
@@ -111,14 +110,11 @@ class RolloutServer:
         )
 
     def _lease_keeper(self, coordinator: str, port: int) -> LeaseKeeper:
-        info = ServiceInfo(
+        info = this_process(
             run_id=self._config.run.id,
             service_id=self._service_id,
             kind=ServiceKind.ROLLOUT,
             address=join_address(self._address_host, port),
-            incarnation=uuid.uuid4().hex,
-            policy_version=0,
-            process_id=os.getpid(),
         )
         return LeaseKeeper(coordinator, info, self._config.security)
 

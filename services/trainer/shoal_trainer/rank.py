@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.clients.registry import LeaseKeeper
+from shoal.clients.registry import LeaseKeeper, this_process
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
@@ -90,11 +89,9 @@ async def _serve(
 
 
 def _service_info(config: RunConfig, role: TrainerRole, service_id: str, address: str) -> ServiceInfo:
-    return ServiceInfo(
+    return this_process(
         run_id=config.run.id,
         service_id=service_id,
         kind=ServiceKind.ACTOR if role is TrainerRole.ACTOR else ServiceKind.CRITIC,
         address=address,
-        incarnation=uuid.uuid4().hex,
-        process_id=os.getpid(),
     )

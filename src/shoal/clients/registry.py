@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
+import uuid
 from types import TracebackType
 from typing import Self
 
@@ -23,13 +25,24 @@ from shoal.errors import DeadlineError, NotFoundError, ShoalError, UnavailableEr
 from shoal.rpc.retry import backoff_s
 from shoal.rpc.v1 import registry_pb2, registry_pb2_grpc
 from shoal.telemetry.logs import get_logger
-from shoal.types import ServiceInfo
+from shoal.types import ServiceInfo, ServiceKind
 
 log = get_logger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 # A coordinator that grants next to nothing must not make its services spin.
 MIN_RENEW_INTERVAL_S = 0.05
+
+
+def this_process(*, run_id: str, service_id: str, kind: ServiceKind, address: str) -> ServiceInfo:
+    """What this process registers as; every call gives another incarnation.
+
+    Args:
+        address: host:port that others dial.
+    """
+    return ServiceInfo(
+        run_id=run_id, service_id=service_id, kind=kind, address=address, incarnation=uuid.uuid4().hex, process_id=os.getpid()
+    )
 
 
 class RegistryClient(ServiceClient):
