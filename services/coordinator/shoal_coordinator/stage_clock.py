@@ -64,19 +64,23 @@ class _Timer:
         self._total = 0.0
 
     def enter(self, now: float) -> None:
+        """One more block is open."""
         if self._open == 0:
             self._since = now
         self._open += 1
 
     def leave(self, now: float) -> None:
+        """One block fewer is open; time counts while any is."""
         self._open -= 1
         if self._open == 0:
             self._total += now - self._since
 
     def total(self, now: float) -> float:
+        """Seconds with a block open, up to now."""
         return self._total + (now - self._since if self._open else 0.0)
 
     def restart(self, now: float) -> None:
+        """Count from now; blocks stay open."""
         self._total, self._since = 0.0, now
 
 

@@ -55,6 +55,7 @@ class _StepData:
     push: PushEntry | None = None
 
     def add(self, kind: ServiceKind, metrics: dict[str, float]) -> None:
+        """Add the metrics of a gang's command."""
         self.gangs.setdefault(kind, {}).update(metrics)
 
 

@@ -111,6 +111,7 @@ class _Batch:
         self._started = time.monotonic()
 
     def remaining_s(self) -> float:
+        """Seconds to the deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def close(self) -> list[ScoreResult]:
@@ -133,6 +134,7 @@ class _Batch:
                 self._results[index] = raised(sample, error, _ms_since(started))
 
     async def score_next_async(self) -> None:
+        """As `score_next`, for a scorer that is a coroutine function."""
         function = self.scorer.function
         while (index := self._take()) is not None:
             sample, started = self.samples[index], time.perf_counter()
@@ -151,6 +153,7 @@ class _Batch:
             self._fail(error, started)
 
     async def score_all_async(self) -> None:
+        """As `score_all`, for a scorer that is a coroutine function."""
         started = time.perf_counter()
         try:
             self._fill(await _awaited(self.scorer.function(*self._columns())), started)

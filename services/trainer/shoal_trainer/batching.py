@@ -118,6 +118,7 @@ class _Arrays:
 
     @classmethod
     def empty(cls, num_records: int, num_rows: int, width: int, num_tokens: int) -> _Arrays:
+        """Room for records of up to num_tokens response tokens, nothing of it trained."""
         shape = (num_records, num_tokens)
         return cls(
             input_ids=np.zeros((num_rows, width), np.int64),
@@ -131,6 +132,7 @@ class _Arrays:
         )
 
     def fill(self, row: int, record: ExperienceRecord) -> None:
+        """Write a record into its row."""
         num_prompt, num_response = len(record.prompt_ids), len(record.response_ids)
         self.prompt_lengths[row] = num_prompt
         self.input_ids[row, :num_prompt] = record.prompt_ids

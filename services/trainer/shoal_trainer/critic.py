@@ -47,6 +47,7 @@ class _CriticMicroBatch:
 
     @property
     def old_values(self) -> Tensor:
+        """The values of the forward, without their graph."""
         return self.values.detach()
 
 

@@ -67,6 +67,8 @@ def _names(wait: dict[str, Any]) -> str:
 
 
 class _PlainView:
+    """A line for each step and state, for output that is no terminal."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_state = ""
@@ -78,9 +80,11 @@ class _PlainView:
         return None
 
     def message(self, text: str) -> None:
+        """See `ProgressView.message`."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def update(self, status: dict[str, Any], steps: list[Step]) -> None:
+        """See `ProgressView.update`."""
         state = str(status.get("state", ""))
         if state != self._last_state and state not in ("rolling_out", "training", "pushing"):
             self.message(f"state: {waiting_text(status)}")
@@ -91,6 +95,8 @@ class _PlainView:
 
 
 class _LiveView:
+    """A table of the last steps that is drawn again in place."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rows: deque[Step] = deque(maxlen=_ROWS)
@@ -108,9 +114,11 @@ class _LiveView:
         self._live.stop()
 
     def message(self, text: str) -> None:
+        """See `ProgressView.message`."""
         self._console.print(text, highlight=False)
 
     def update(self, status: dict[str, Any], steps: list[Step]) -> None:
+        """See `ProgressView.update`."""
         self._status = status
         self._rows.extend(steps)
         self._bar.update(self._task, completed=status.get("step", 0), total=status.get("total_steps"))

@@ -57,9 +57,11 @@ class _Snapshot:
 
     @classmethod
     def take(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Snapshot:
+        """Copy the state of both."""
         return cls(copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
 
     def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give both their copied state again."""
         model.load_state_dict(self.model)
         optimizer.load_state_dict(copy.deepcopy(self.optimizer))
 

@@ -66,6 +66,7 @@ class _Mapping:
         return self.buffer[start:end].view(getattr(torch, parameter.dtype)).view(parameter.shape)
 
     def close(self) -> None:
+        """Unmap the file, once nobody holds a view."""
         self.buffer = torch.empty(0, dtype=torch.uint8)
         # A view that someone still holds keeps the mapping; it goes with the last of them.
         with contextlib.suppress(BufferError):
