@@ -173,7 +173,7 @@ def _parse(path: str, line_number: int, line: str) -> dict[str, object]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path}:{line_number}: not JSON ({error})") from error
+        raise DataError(f"{path}:{line_number}: not JSON ({error}): correct the line or remove it") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}:{line_number}: a JSON {type(value).__name__} where an object is needed")
     return value

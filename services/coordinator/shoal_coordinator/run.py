@@ -98,7 +98,6 @@ class Run:
             self._fail(error)
 
     async def _execute(self) -> None:
-        self._machine.go(RunState.WAITING_FOR_SERVICES)
         async with asyncio.TaskGroup() as group:
             guard = group.create_task(self._fleet.wait_for_lost_gang())
             await self._train()
@@ -106,6 +105,8 @@ class Run:
 
     async def _train(self) -> None:
         async with self._parts.open_workload() as workload:
+            # STARTING until the model's limits, the data and Redis have been found good: whoever starts services may wait for that.
+            self._machine.go(RunState.WAITING_FOR_SERVICES)
             if not await self._unless_stopped(self._wait_for_services()):
                 self._end(RunState.STOPPED)
                 return

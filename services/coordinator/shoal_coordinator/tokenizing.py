@@ -149,7 +149,9 @@ def read_model_limits(path: str) -> ModelLimits:
     """
     config = _read_json(path, "config.json")
     if config is None:
-        raise ConfigError(f"model.path {path!r} has no readable config.json: give a Hugging Face folder or id")
+        if Path(path).is_dir():
+            raise ConfigError(f"model.path {path!r} has no readable config.json: give a folder that holds a Hugging Face model")
+        raise ConfigError(f"model.path {path!r} is no folder and not in the Hugging Face cache: correct it, or download the model")
     config = config.get("text_config", config)
     if "vocab_size" not in config:
         raise ConfigError(f"config.json of model.path {path!r} has no vocab_size")

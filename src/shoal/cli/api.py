@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from shoal.errors import NotFoundError, UnavailableError
+from shoal.errors import ConfigError, NotFoundError, UnavailableError
 
 _TIMEOUT_S = 10.0
 
@@ -22,7 +22,10 @@ class CoordinatorApi:
         base = address if address.startswith(("http://", "https://")) else f"http://{address}"
         self.base_url = base
         # Loopback and private addresses: a proxy from the environment would only be in the way.
-        self._client = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False)
+        try:
+            self._client = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"address {address!r} cannot be read ({error}); give http://HOST:PORT, as `shoal demo` prints it") from error
 
     def __enter__(self) -> CoordinatorApi:
         return self
@@ -54,9 +57,18 @@ class CoordinatorApi:
     def _send(self, method: str, path: str) -> dict[str, Any]:
         try:
             answer = self._client.request(method, path)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
         if answer.status_code >= 400:
             raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {answer.text[:500]}")
-        body: dict[str, Any] = answer.json()
-        return body
+        return _body(answer, f"{self.base_url}{path}")
+
+
+def _body(answer: httpx.Response, url: str) -> dict[str, Any]:
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise UnavailableError(f"{url} answered, but not as a coordinator; is it the REST address that `shoal demo` printed?")
+    return body

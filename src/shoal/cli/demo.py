@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,12 +14,13 @@ from rich.console import Console
 
 import shoal
 from shoal.cli.curves import draw_curves, read_steps
-from shoal.cli.local_run import run_locally
+from shoal.cli.local_run import interruptible, run_locally
 from shoal.cli.presets import prepare_preset
 from shoal.cli.progress import open_view
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError, DataError
+from shoal.queue.connection import check_reachable
 
 _NO_PRESETS = {"custom", "compose"}
 """Configurations of other ways to start a run."""
@@ -46,19 +48,28 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 
     Raises: ShoalError: with what is wrong and what to do; everything that was started has been stopped by then.
     """
-    config = _resolve_config(options, console)
-    folder = Path(config.run.folder)
-    with open_view(console) as view:
-        state = run_locally(config, view)
+    with interruptible():
+        config = _resolve_config(options, console)
+        if config.redis.url:
+            check_reachable(config.redis.url)
+        folder = Path(config.run.folder)
+        with open_view(console) as view:
+            state = run_locally(config, view)
     return _report(state, folder, console)
 
 
 def _resolve_config(options: DemoOptions, console: Console) -> RunConfig:
     if options.model or options.data:
-        name, overrides = "custom", _own_overrides(options)
-    else:
-        name, overrides = options.preset, _preset_overrides(options, console)
-    run_id = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        return _load(options, "custom", _own_overrides(options))
+    _check_preset(options.preset)
+    # Before preparing, which may take minutes: the paths are not looked at here.
+    _load(options, options.preset, ["model.path=to-be-prepared", "data.train=to-be-prepared", "data.held_out=to-be-prepared"])
+    return _load(options, options.preset, _preset_overrides(options, console))
+
+
+def _load(options: DemoOptions, name: str, overrides: list[str]) -> RunConfig:
+    # The process id tells apart two runs that start within a second; staging files carry the name too.
+    run_id = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     chosen = [f"run.id={run_id}", f"run.folder={options.runs_folder.absolute() / run_id}", f"run.seed={options.seed}", *overrides]
     if options.steps is not None:
         chosen.append(f"run.steps={options.steps}")
@@ -82,10 +93,13 @@ def _own_overrides(options: DemoOptions) -> list[str]:
     return chosen
 
 
-def _preset_overrides(options: DemoOptions, console: Console) -> list[str]:
+def _check_preset(name: str) -> None:
     known = sorted({path.stem for path in configs_folder().glob("*.yaml")} - _NO_PRESETS)
-    if options.preset not in known:
-        raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(known)}")
+    if name not in known:
+        raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(known)}")
+
+
+def _preset_overrides(options: DemoOptions, console: Console) -> list[str]:
     started = time.monotonic()
     prepared = prepare_preset(options.preset, options.seed)
     how = "found in the cache" if prepared.cached else f"prepared in {time.monotonic() - started:.0f} s"

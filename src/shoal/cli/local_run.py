@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import signal
 import tempfile
 import time
@@ -19,7 +21,7 @@ from shoal.cli.progress import ProgressView
 from shoal.cli.services import coordinator_spec, worker_specs
 from shoal.config.load import dump_config
 from shoal.config.models import RunConfig
-from shoal.errors import UnavailableError
+from shoal.errors import ConfigError, UnavailableError
 
 _POLL_S = 0.5
 _READY_TIMEOUT_S = 30.0
@@ -35,10 +37,11 @@ def run_locally(config: RunConfig, view: ProgressView) -> str:
     Raises: ShoalError: a service ended or never became ready; everything has been stopped by then.
     """
     folder = Path(config.run.folder)
-    folder.mkdir(parents=True, exist_ok=False)
+    _check_staging_folder(config.push.shm_dir)
+    _make_folder(folder)
     for name in remove_stale_staging(config.push.shm_dir):
         view.message(f"removed {config.push.shm_dir}/{name}, which a killed run had left behind")
-    with _interruptible(), tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as runtime:
+    with tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as runtime:
         redis = None if config.redis.url else embedded_redis(Path(runtime), folder / "redis", folder / "logs" / "redis.log")
         if redis is not None:
             config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis.url})})
@@ -59,9 +62,13 @@ def _start_services(cluster: LocalCluster, config: RunConfig, redis: EmbeddedRed
         cluster.wait_until(redis.is_ready, "the embedded Redis server", _READY_TIMEOUT_S)
     cluster.wait_until(ready_file.exists, "the coordinator", _READY_TIMEOUT_S)
     ready = json.loads(ready_file.read_text())
+    api = CoordinatorApi(ready["rest_address"])
+    # Bad data or an unfit model must not cost the start of an engine.
+    cluster.wait_until(lambda: api.status()["state"] != "starting", "the coordinator to check model and data", math.inf)
+    if api.status()["state"] == "failed":
+        return api
     for spec in worker_specs(config, config_path, ready["grpc_address"], logs):
         cluster.start(spec)
-    api = CoordinatorApi(ready["rest_address"])
     view.message(f"REST API: {api.base_url} (shoal status --address {api.base_url})")
     return api
 
@@ -83,13 +90,27 @@ def _follow(cluster: LocalCluster, api: CoordinatorApi, view: ProgressView) -> s
 def _check_services(cluster: LocalCluster, view: ProgressView) -> None:
     for event in cluster.events():
         if event.kind == "restarting":
-            view.message(f"{event.service} ended with code {event.exit_code}; starting it again")
+            view.message(f"{cluster.explain(event)}; starting it again")
         elif event.kind == "exited":
-            raise UnavailableError(f"{event.service} ended with code {event.exit_code}; see {event.service}.log in the run's logs folder")
+            raise UnavailableError(cluster.explain(event))
+
+
+def _check_staging_folder(shm_dir: str) -> None:
+    if not os.path.isdir(shm_dir) or not os.access(shm_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f"push.shm_dir {shm_dir!r} is not a writable folder; give a tmpfs such as /dev/shm with --set push.shm_dir=...")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=False)
+    except FileExistsError as error:
+        raise ConfigError(f"run.folder {folder} exists already; give another with --set run.folder=..., or remove it") from error
+    except OSError as error:
+        raise ConfigError(f"run folder {folder} cannot be made ({error.strerror}); choose a writable one with --runs") from error
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that every way of ending passes through the same clean-up."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     previous = [signal.signal(number, _interrupt) for number in numbers]

@@ -13,7 +13,7 @@ from shoal.config.models import GangSection, RunConfig
 def coordinator_spec(config_path: Path, ready_file: Path, logs: Path) -> ServiceSpec:
     """The coordinator; started first, since the others register with it."""
     argv = [sys.executable, "-m", "shoal_coordinator", "--config", str(config_path), "--ready-file", str(ready_file)]
-    return ServiceSpec(name="coordinator", argv=argv, log_path=str(logs / "coordinator.log"), stop_order=2)
+    return ServiceSpec(name="coordinator", argv=argv, env=_common_env(), log_path=str(logs / "coordinator.log"), stop_order=2)
 
 
 def worker_specs(config: RunConfig, config_path: Path, coordinator: str, logs: Path) -> list[ServiceSpec]:
@@ -50,5 +50,10 @@ def _spec(
     env: dict[str, str] | None = None,
     restart: RestartPolicy = RestartPolicy.NEVER,
 ) -> ServiceSpec:
-    merged = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    merged = {**_common_env(), **(env or {})}
     return ServiceSpec(name=name, argv=argv, env=merged, log_path=str(logs / f"{name}.log"), restart=restart, stop_order=1)
+
+
+def _common_env() -> dict[str, str]:
+    # Offline: a mistyped model path is refused at once instead of after several attempts to reach the hub.
+    return {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "TOKENIZERS_PARALLELISM": "false"}

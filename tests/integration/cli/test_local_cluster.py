@@ -94,7 +94,7 @@ def test_cluster_wait_names_the_service_that_ended(tmp_path: Path) -> None:
     spec = ServiceSpec(name="broken", argv=["false"], log_path=str(tmp_path / "log"))
     with LocalCluster([]) as cluster:
         cluster.start(spec)
-        with pytest.raises(UnavailableError, match="broken ended with code 1 while waiting for the moon"):
+        with pytest.raises(UnavailableError, match="while waiting for the moon, broken ended with code 1"):
             cluster.wait_until(lambda: False, "the moon", 20)
 
 

@@ -132,6 +132,6 @@ async def test_process_refuses_to_start_without_its_scorer(
     leases, coordinator = registry
     async with reward_process(config_file, coordinator, "--set", override) as process:
         output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert message in output.decode()
     assert leases.services() == ()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
+from shoal.cli.local.last_words import last_words
 from shoal.cli.local.protocol import Event, ServiceSpec
 from shoal.cli.local.supervisor import remove_matching
 from shoal.errors import UnavailableError
@@ -29,6 +32,7 @@ class LocalCluster:
         self._cleanup = cleanup
         self._events: queue.Queue[Event | None] = queue.Queue()
         self._process: subprocess.Popen[bytes] | None = None
+        self._logs: dict[str, Path] = {}
         self.pids: dict[str, int] = {}
 
     def __enter__(self) -> LocalCluster:
@@ -51,6 +55,7 @@ class LocalCluster:
     def start(self, spec: ServiceSpec) -> None:
         """Hand a service to the supervisor; its fate arrives as events."""
         process = self._running()
+        self._logs[spec.name] = Path(spec.log_path)
         if process.stdin is None:
             raise UnavailableError("the supervisor's pipe is closed; start the command again")
         try:
@@ -74,6 +79,14 @@ class LocalCluster:
                 raise UnavailableError("the supervisor has ended (was it killed?); all services were ended with it")
             found.append(event)
 
+    def explain(self, event: Event) -> str:
+        """Which service ended, with which code, and the last meaningful line of its log."""
+        log = self._logs.get(event.service)
+        reason = event.message or ("" if log is None else last_words(log))
+        ended = f"{event.service or 'a service'} ended with code {event.exit_code}"
+        said = f"{ended}: {reason}" if reason else ended
+        return said if log is None else f"{said} (log: {log})"
+
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Poll until ready() or a service ends or the time is up.
 
@@ -83,7 +96,7 @@ class LocalCluster:
         while not ready():
             for event in self.events():
                 if event.kind == "exited":
-                    raise UnavailableError(f"{event.service} ended with code {event.exit_code} while waiting for {what}; see its log")
+                    raise UnavailableError(f"while waiting for {what}, {self.explain(event)}")
             if time.monotonic() > deadline:
                 raise UnavailableError(f"{what} was not ready after {timeout_s:.0f} s; see the logs")
             time.sleep(0.05)
@@ -97,11 +110,27 @@ class LocalCluster:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         try:
-            process.wait(_STOP_TIMEOUT_S)
+            self._wait(process)
         except subprocess.TimeoutExpired:
             process.kill()  # the services die with it
             process.wait()
-        remove_matching(self._cleanup)
+        finally:
+            remove_matching(self._cleanup)
+
+    @staticmethod
+    def _wait(process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        interrupted = False
+        while True:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+                break
+            except KeyboardInterrupt:
+                # An impatient user: the supervisor drops the grace and kills what is left, but nothing is left behind.
+                interrupted = True
+                process.send_signal(signal.SIGTERM)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -5,6 +5,9 @@
 Reads `ServiceSpec` lines from stdin and starts each; writes `Event` lines to stdout. The end of stdin, SIGTERM or SIGINT stops
 everything: SIGTERM by stop_order, then SIGKILL for every descendant, then the cleanup globs (staging files, sockets) are removed.
 
+Exit code 2 means that the service refuses its configuration: it is not restarted, since it would refuse it again. A second
+signal while stopping ends the grace.
+
 State of a service: RUNNING -> ENDED | RESTARTING -> RUNNING, all -> STOPPING -> ENDED.
 """
 
@@ -32,6 +35,7 @@ from shoal.process import set_parent_death_signal
 _POLL_S = 0.1
 _STOP_GRACE_S = 15.0
 _RESTART_PAUSE_S = 1.0
+_EXIT_REFUSED = 2
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class Supervisor:
         self._cleanup = cleanup
         self._services: dict[str, _Service] = {}
         self._stopping = False
+        self._hurry = False
         self._buffer = b""
 
     def run(self) -> int:
@@ -68,6 +73,7 @@ class Supervisor:
         return 1 if left else 0
 
     def _on_signal(self, number: int, frame: object) -> None:
+        self._hurry = self._stopping
         self._stopping = True
 
     def _read_specs(self) -> None:
@@ -123,7 +129,8 @@ class Supervisor:
     def _on_exit(self, service: _Service, exit_code: int) -> None:
         spec, pid = service.spec, service.pid
         service.pid = 0
-        restart = spec.restart is RestartPolicy.ON_FAILURE and exit_code != 0 and service.num_restarts < spec.max_restarts
+        failed = exit_code not in (0, _EXIT_REFUSED)
+        restart = spec.restart is RestartPolicy.ON_FAILURE and failed and service.num_restarts < spec.max_restarts
         if restart:
             service.restart_at = time.monotonic() + _RESTART_PAUSE_S
         self._emit(Event(kind="restarting" if restart else "exited", service=spec.name, pid=pid, exit_code=exit_code))
@@ -147,7 +154,7 @@ class Supervisor:
             except ProcessLookupError:
                 continue
         deadline = time.monotonic() + _STOP_GRACE_S
-        while (waiting := [s for s in services if s.pid]) and time.monotonic() < deadline:
+        while (waiting := [s for s in services if s.pid]) and time.monotonic() < deadline and not self._hurry:
             ended = dict(reap())
             for service in waiting:
                 if service.pid in ended:
