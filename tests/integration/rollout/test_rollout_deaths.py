@@ -30,7 +30,7 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_server(tmp_path: Pa
                 process.kill()
             with pytest.raises(UnavailableError):
                 await waiting
-        assert await asyncio.to_thread(server.process.wait, 10) == 70
+        assert await asyncio.to_thread(server.process.wait, 30) == 70
     finally:
         server.kill()
 
