@@ -183,7 +183,11 @@ class Fleet:
                 await self._close_left()
                 all_answer = await self._probe_suspects()
                 all_current = await self._catch_up()
-                await self._pause(changed, None if all_answer and all_current else CATCH_UP_PAUSE_S)
+                if all_answer and all_current:
+                    await self._pause(changed, None)
+                else:
+                    # A failed push wakes everybody, this loop too: only what changes from here on may end the pause early.
+                    await self._pause(self._changed, CATCH_UP_PAUSE_S)
         finally:
             await self._close_all()
 

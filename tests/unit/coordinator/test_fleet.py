@@ -155,3 +155,14 @@ async def test_fleet_forgets_a_server_that_left(tmp_path: Path) -> None:
         run.coordinator.registry.deregister("rollout-1", lease)
         assert traffic(run) == ("rollout-0", "reward-0")
         assert [info.service_id for info in run.coordinator.registry.services(ServiceKind.ROLLOUT)] == ["rollout-0"]
+
+
+async def test_fleet_pauses_between_failed_catch_ups(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, coordinator={"ready_timeout_s": 60.0}) as run:
+        sink = run.connector.sink("rollout-0:1")
+        sink.faults["prepare"] = [TransportError("no space for shared memory")] * 1000
+        run.join_all()
+        await run.until_true(lambda: run.coordinator.run.progress.step == 1)
+        for _ in range(1000):  # turns of the event loop, in which a loop without a pause would push again and again
+            await asyncio.sleep(0)
+        assert 990 < len(sink.faults["prepare"]) < 1000
