@@ -115,6 +115,7 @@ def container_engine() -> Iterator[dict[str, str]]:
         yield {**env, **dict(re.findall(r"(\w+)=(\S+)", done.stdout))}
     finally:
         if not was_running:
+            _prune(folder)
             _stop_engine(folder)
 
 
@@ -125,6 +126,14 @@ def _run_script(name: str, *arguments: str, timeout_s: float) -> subprocess.Comp
         pytest.skip(f"no container engine can run here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     return done
+
+
+def _prune(folder: Path) -> None:
+    """Keep the newest images and builds only: each change of the source adds gigabytes. An engine that never started has nothing to prune."""
+    env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock"}
+    for command in (["image", "prune", "--force"], ["builder", "prune", "--force", "--keep-storage", "10GB"]):
+        if shutil.which("docker"):
+            subprocess.run(["docker", *command], env=env, capture_output=True, timeout=300, check=False)
 
 
 def _stop_engine(folder: Path) -> None:
