@@ -10,6 +10,8 @@ import pytest
 from shoal.cli.local.last_words import last_words
 
 _STRUCTURED = json.dumps({"level": "error", "event": "rank_failed", "error": "actor.device is cuda; there is none"})
+_ENGINE_ERROR = "the engine did not start: Engine core initialization failed."
+_ENGINE = json.dumps({"level": "error", "event": "cannot_serve", "error": _ENGINE_ERROR})
 _TRACED = json.dumps({"level": "error", "event": "crashed", "exception": "Traceback:\n  File x\nKeyError: 'a'"})
 
 
@@ -17,6 +19,7 @@ _TRACED = json.dumps({"level": "error", "event": "crashed", "exception": "Traceb
     ("lines", "expected"),
     [
         ([_STRUCTURED, "torch.distributed.elastic.ChildFailedError: ", "====="], "actor.device is cuda; there is none"),
+        (["(EngineCore pid=7) ValueError: too small", _ENGINE], f"ValueError: too small ({_ENGINE_ERROR})"),
         ([_TRACED], "KeyError: 'a'"),
         (["  File x", "ModuleNotFoundError: No module named 'y'", "bye"], "ModuleNotFoundError: No module named 'y'"),
         (

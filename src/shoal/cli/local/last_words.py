@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 16
@@ -16,14 +17,17 @@ _SECONDHAND = ("ChildFailedError", "Engine core initialization failed", "BrokenP
 def last_words(log: Path) -> str:
     """The most telling line: the last structured error, else the last exception that is not about another process, else the last line.
 
-    Returns: one line without secrets' quoting or colour; empty if the log is empty or missing.
+    Returns: one line without colour codes; empty if the log is empty or missing.
     """
     lines = _tail(log)
-    for find in (_structured_error, _exception):
-        for line in reversed(lines):
-            if found := find(line):
-                return found[:_MAX_CHARS]
-    return lines[-1][:_MAX_CHARS] if lines else ""
+    said, cause = _last(lines, _structured_error), _last(lines, _exception)
+    if said and cause and any(text in said for text in _SECONDHAND):
+        return f"{cause[:_MAX_CHARS]} ({said[:_MAX_CHARS]})"
+    return (said or cause or (lines[-1] if lines else ""))[:_MAX_CHARS]
+
+
+def _last(lines: list[str], find: Callable[[str], str]) -> str:
+    return next((found for line in reversed(lines) if (found := find(line))), "")
 
 
 def _tail(log: Path) -> list[str]:
@@ -38,8 +42,6 @@ def _tail(log: Path) -> list[str]:
 
 
 def _structured_error(line: str) -> str:
-    if not line.startswith("{"):
-        return ""
     try:
         event = json.loads(line)
     except ValueError:
@@ -51,7 +53,7 @@ def _structured_error(line: str) -> str:
 
 
 def _exception(line: str) -> str:
-    found = _EXCEPTION.search(line)
+    found = None if line.startswith("{") else _EXCEPTION.search(line)
     if found is None or any(text in line for text in _SECONDHAND):
         return ""
     return found[1]
