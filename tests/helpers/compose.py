@@ -129,7 +129,7 @@ def _run_script(name: str, *arguments: str, timeout_s: float) -> subprocess.Comp
 
 
 def _prune(folder: Path) -> None:
-    """Keep the newest images and builds only: each change of the source adds gigabytes. An engine that never started has nothing to prune."""
+    """Keep the newest images and builds only: each change of the source adds gigabytes. Does nothing if the engine does not run."""
     env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock"}
     for command in (["image", "prune", "--force"], ["builder", "prune", "--force", "--keep-storage", "10GB"]):
         if shutil.which("docker"):
