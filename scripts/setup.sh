@@ -41,5 +41,15 @@ else
 fi
 VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" "${torch_source[@]}" \
   "${overrides[@]}" --editable ".[$extras]"
+
+# vLLM's CPU build loads libnuma from the system and fails with an unrelated message without it.
+if [ "$accelerator" = cpu ] && ! "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    echo "setup: installing libnuma1 (apt)"
+    { apt-get install -y -qq libnuma1 || { apt-get update -qq && apt-get install -y -qq libnuma1; }; } >/dev/null 2>&1 || true
+  fi
+  "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+    || { echo "setup: libnuma.so.1 is missing, vLLM needs it: install it with the system's packages (Debian: apt-get install libnuma1)" >&2; exit 1; }
+fi
 echo "$stamp" >"$stamp_file"
 echo "setup: $venv is ready"
