@@ -137,8 +137,10 @@ class ExperienceCollector:
             raise first_error(errors) from None
         self._check_share(collected, collected.num_unscored + len(collected.rewards))
         if not collected.rewards:
+            reason = collected.first_unscored_message
             raise StateError(
-                f"none of {num_expected} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out"
+                f"none of {num_expected} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out, "
+                f"scorer {self._scorer_name!r} left {collected.num_unscored} unscored{f' ({reason}): repair it' if reason else ''}"
             )
         return collected
 

@@ -127,6 +127,12 @@ async def test_step_without_any_token_is_an_error_with_the_counts() -> None:
         await setup.collect()
 
 
+async def test_collect_names_the_scorer_when_nothing_is_left_below_the_limit() -> None:
+    setup = Setup(reward=unscored_where(lambda _: True, "the score is nan"), max_unscored_share=1.0)
+    with pytest.raises(StateError, match=r"none of 4 samples .* scorer 'sum' left 4 unscored \(the score is nan\): repair it"):
+        await setup.collect()
+
+
 async def test_metrics_show_clipping_and_groups_without_signal() -> None:
     def script(request_id: str, completions: list[Completion]) -> list[Completion]:
         if "g0" in request_id:
