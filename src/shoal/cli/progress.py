@@ -85,13 +85,13 @@ class _PlainView:
 
     def update(self, status: dict[str, Any], steps: list[Step]) -> None:
         """See `ProgressView.update`."""
+        for step in steps:
+            pairs = [f"{title}={value}" for (title, _, _), value in zip(_COLUMNS, cells(step), strict=True)]
+            self.message(" ".join(pair.replace(" s=", "_s=") for pair in pairs))
         state = str(status.get("state", ""))
         if state != self._last_state and state not in ("rolling_out", "training", "pushing"):
             self.message(f"state: {waiting_text(status)}")
         self._last_state = state
-        for step in steps:
-            pairs = [f"{title}={value}" for (title, _, _), value in zip(_COLUMNS, cells(step), strict=True)]
-            self.message(" ".join(pair.replace(" s=", "_s=") for pair in pairs))
 
 
 class _LiveView:
