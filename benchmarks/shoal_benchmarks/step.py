@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from shoal.config.load import load_config
 
 from shoal.cli.curves import read_steps
 from shoal.cli.demo import configs_folder
 from shoal.cli.local_run import run_locally
 from shoal.cli.progress import open_view
+from shoal.config.load import load_config
 from shoal.errors import ShoalError
 from shoal_benchmarks.machine import PeakMemory, matmul_flops_per_s
 from shoal_benchmarks.models import SIZES, write_random_model, write_sums
@@ -89,13 +90,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep the run folder here")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="any configuration override")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.group < 1 or args.samples < args.group or args.samples % args.group:
+        parser.error(f"--samples {args.samples} does not divide into groups of {args.group}; choose a multiple, or another --group")
+    return args
 
 
 def overrides_of(args: argparse.Namespace, model: Path, rows: Path, folder: Path) -> list[str]:
     """Configuration of the benchmark run."""
     return [
-        "run.id=bench-step",
+        f"run.id=bench-step-{os.getpid()}",
         f"run.folder={folder}",
         f"run.steps={args.warmup + args.steps}",
         f"model.path={model}",
@@ -132,7 +136,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     steps = read_steps(folder / "metrics.jsonl")
     summary = summarise(steps, args.warmup)
     tokens = statistics.median(float(step["num_tokens"]) for step in steps[args.warmup :]) / args.samples
-    ideal_s = training_flops(num_parameters, args.samples, round(tokens) + 6) / flops_per_s
+    ideal_s = training_flops(num_parameters, args.samples, round(tokens)) / flops_per_s
     return {
         "benchmark": "step",
         "model": args.model or args.size,

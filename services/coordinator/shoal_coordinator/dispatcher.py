@@ -185,14 +185,14 @@ def seeds_of(request: GenerationRequest, uid: str, attempt: int) -> list[int]:
 
 
 def training_request(config: RolloutSection, *, seed: int, stop_token_ids: tuple[int, ...], min_policy_version: int) -> GenerationRequest:
-    """Sampling for training, as configured."""
+    """Sampling for training, as configured; with ignore_eos no stop id ends a response, only its length does."""
     sampling = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_new_tokens=config.max_new_tokens,
         min_new_tokens=config.min_new_tokens,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=() if config.ignore_eos else stop_token_ids,
         ignore_eos=config.ignore_eos,
     )
     return GenerationRequest(sampling=sampling, num_samples=config.group_size, seed=seed, min_policy_version=min_policy_version)

@@ -44,7 +44,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Run the demo; returns the exit code: 0 only if the run finished.
+    """Run the demo; returns the exit code: 0 only if the run finished, or was stopped on request.
 
     Raises: ShoalError: with what is wrong and what to do; everything that was started has been stopped by then.
     """
@@ -61,6 +61,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 def _resolve_config(options: DemoOptions, console: Console) -> RunConfig:
     if options.model or options.data:
         return _load(options, "custom", _own_overrides(options))
+    if options.held_out:
+        raise ConfigError(f"--held-out {options.held_out} belongs to --model and --data; a preset has its own held-out rows")
     _check_preset(options.preset)
     # Before preparing, which may take minutes: the paths are not looked at here.
     _load(options, options.preset, ["model.path=to-be-prepared", "data.train=to-be-prepared", "data.held_out=to-be-prepared"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import tempfile
@@ -46,7 +45,7 @@ def run_locally(config: RunConfig, view: ProgressView) -> str:
         if redis is not None:
             config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis.url})})
         dump_config(config, folder / "config.yaml")
-        cleanup = [f"{config.push.shm_dir}/shoal-{config.run.id}-*", runtime]
+        cleanup = [f"{config.push.shm_dir}/shoal-{config.run.id}-rollout-*", runtime]
         with LocalCluster(cleanup) as cluster, _start_services(cluster, config, redis, view) as api:
             return _follow(cluster, api, view)
 
@@ -64,7 +63,9 @@ def _start_services(cluster: LocalCluster, config: RunConfig, redis: EmbeddedRed
     ready = json.loads(ready_file.read_text())
     api = CoordinatorApi(ready["rest_address"])
     # Bad data or an unfit model must not cost the start of an engine.
-    cluster.wait_until(lambda: api.status()["state"] != "starting", "the coordinator to check model and data", math.inf)
+    cluster.wait_until(
+        lambda: api.status()["state"] != "starting", "the coordinator to check model and data", config.coordinator.ready_timeout_s
+    )
     if api.status()["state"] == "failed":
         return api
     for spec in worker_specs(config, config_path, ready["grpc_address"], logs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_benchmarks.machine import role_of
-from shoal_benchmarks.step import summarise, training_flops
+from shoal_benchmarks.step import parse_args, summarise, training_flops
 
 from shoal.errors import ShoalError
 
@@ -36,3 +36,9 @@ def test_training_flops_match_the_published_figure_for_micro() -> None:
 )
 def test_role_of_names_services_and_skips_launchers(command_line: str, role: str) -> None:
     assert role_of(command_line) == role
+
+
+def test_step_refuses_samples_that_do_not_divide_into_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--samples", "250", "--group", "8"])
+    assert "--samples 250 does not divide into groups of 8" in capsys.readouterr().err

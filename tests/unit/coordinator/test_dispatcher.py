@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest, RolloutEndpoint, sample_seed
+from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest, RolloutEndpoint, sample_seed, training_request
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
@@ -207,3 +207,10 @@ async def test_greedy_request_sends_no_seeds() -> None:
     server = FakeRollout()
     await generate_one(make_dispatcher(rollout_pool(a=server)), make_request(1, seed=None))
     assert server.requests == [("run/e0-i0/0", ())]
+
+
+def test_training_request_has_no_stop_ids_when_eos_is_ignored() -> None:
+    for ignore_eos, expected in ((False, (2, 5)), (True, ())):
+        config = RolloutSection(ignore_eos=ignore_eos, max_new_tokens=4)
+        sampling = training_request(config, seed=0, stop_token_ids=(2, 5), min_policy_version=0).sampling
+        assert (sampling.ignore_eos, sampling.stop_token_ids) == (ignore_eos, expected)

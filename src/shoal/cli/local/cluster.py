@@ -19,6 +19,7 @@ from shoal.cli.local.supervisor import remove_matching
 from shoal.errors import UnavailableError
 
 _STOP_TIMEOUT_S = 60.0
+_MAX_EVENTS = 4096
 
 
 class LocalCluster:
@@ -30,7 +31,7 @@ class LocalCluster:
 
     def __init__(self, cleanup: list[str]) -> None:
         self._cleanup = cleanup
-        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._events: queue.Queue[Event | None] = queue.Queue(maxsize=_MAX_EVENTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._logs: dict[str, Path] = {}
         self.pids: dict[str, int] = {}

@@ -70,7 +70,7 @@ class RolloutServiceServicer:
 
     def Generate(self, request, context):
         """Streams each completion of a group as it finishes. INVALID_ARGUMENT for ids outside the vocabulary, empty or
-        too long prompts; UNAVAILABLE while draining or before the first weights. Not idempotent unless seeds are given.
+        too long prompts; UNAVAILABLE while draining. Not idempotent unless seeds are given.
         Cancelling the call aborts what is still running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

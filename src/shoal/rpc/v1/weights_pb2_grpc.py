@@ -291,7 +291,8 @@ class WeightSourceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortSource(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Forgets the push; repeating succeeds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
