@@ -61,7 +61,7 @@ def prepare_preset(name: str, seed: int) -> PreparedPreset:
     shutil.rmtree(partial, ignore_errors=True)
     argv = [sys.executable, "-m", _PACKAGE, name, "--out", str(partial), "--seed", str(seed)]
     try:
-        done = subprocess.run(argv, env={**os.environ, "SHOAL_SUPERVISED": "1"}, check=False)  # noqa: S603 - our own module
+        done = subprocess.run(argv, env={**os.environ, "SHOAL_SUPERVISED": "1", "TQDM_DISABLE": "1"}, check=False)  # noqa: S603 - our own module
         if done.returncode != 0:
             raise DataError(f"preparing preset {name!r} ended with code {done.returncode}; its last lines above say why")
         shutil.rmtree(folder, ignore_errors=True)
