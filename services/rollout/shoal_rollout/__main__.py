@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from shoal.config.load import load_config
 from shoal.config.models import RunConfig
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import CapacityError, ConfigError, ShoalError
 from shoal.process import die_with_parent
 from shoal.service_arguments import add_service_arguments
 from shoal.telemetry.logs import get_logger, setup_logging
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(config, arguments)
     except ShoalError as error:
         log.error("cannot_serve", error=str(error), kind=type(error).__name__)
-        # 2: this configuration would be refused again, so a restart is of no use.
-        return 2 if isinstance(error, ConfigError) else 1
+        # 2: this configuration, or this little room for staging, would be refused again, so a restart is of no use.
+        return 2 if isinstance(error, ConfigError | CapacityError) else 1
 
 
 def _serve(config: RunConfig, arguments: argparse.Namespace) -> int:

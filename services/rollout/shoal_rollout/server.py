@@ -86,6 +86,7 @@ class RolloutServer:
         """
         remove_stale_staging(self._config.push.shm_dir, self._config.run.id, self._service_id)
         await self._sink.discover(self._facts.folder)
+        await self._sink.reserve()
         await self._engine.update_version("0")
         start_metrics_server(self._config.telemetry.metrics_port, host=self._host)
         self._add_services()

@@ -97,6 +97,13 @@ class WeightSink:
         """
         await self._engine.call_workers("shoal_discover", folder)
 
+    async def reserve(self) -> None:
+        """Allocate every worker's staging now, so that a server without room for a push refuses to start.
+
+        Raises: CapacityError: no space for staging; names the folder, what is needed and what is free.
+        """
+        await self._engine.call_workers("shoal_prepare", self._section.model_dump(), self._staging_name)
+
     async def prepare(self, push_id: str, policy_version: int) -> tuple[SinkLayout, int]:
         """Allocate or reuse staging; another push that is not committed is dropped.
 

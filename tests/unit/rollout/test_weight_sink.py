@@ -143,6 +143,14 @@ async def test_abort_drops_a_push_repeats_and_refuses_a_committed_one(rig: _Rig)
         await rig.sink.abort("b")
 
 
+async def test_reserve_allocates_before_any_push_or_says_that_there_is_no_room(rig: _Rig) -> None:
+    await rig.sink.reserve()
+    assert (rig.engine.calls, rig.sink.state) == (["shoal_prepare"], SinkState.IDLE)
+    rig.engine.failures["shoal_prepare"] = CapacityError("no space")
+    with pytest.raises(CapacityError, match="no space"):
+        await rig.sink.reserve()
+
+
 async def test_a_failed_prepare_or_verify_changes_nothing(rig: _Rig) -> None:
     rig.engine.failures["shoal_prepare"] = CapacityError("no space")
     with pytest.raises(CapacityError):
