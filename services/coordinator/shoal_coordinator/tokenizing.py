@@ -89,7 +89,7 @@ class HuggingFaceTokenizer:
         # A template is the model's own code and raises what it likes.
         try:
             rendered: str = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise DataError(f"the chat template refused the prompt: {type(error).__name__}: {error}") from error
         return rendered
 
@@ -136,7 +136,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> HuggingFace
         from transformers import AutoTokenizer
 
         return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
-    except Exception as error:
+    except Exception as error:  # the tokenizer libraries raise their own bare exceptions for unreadable files
         raise ConfigError(f"model.path {path!r} has no readable tokenizer ({type(error).__name__}: {error})") from error
 
 

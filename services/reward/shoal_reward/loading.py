@@ -50,7 +50,7 @@ def _load_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever the user's file raised, a half-loaded module must not be found later
         del sys.modules[name]
         raise
     return module

@@ -106,7 +106,7 @@ class LeaseKeeper:
         """Return once registered. Raises as `run`."""
         try:
             await self._register(self._register_timeout_s)
-        except BaseException:
+        except BaseException:  # cancelled too: a registration that may have arrived must not outlive its owner
             await self._leave()
             raise
         self._owner = asyncio.current_task()

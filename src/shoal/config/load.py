@@ -74,7 +74,7 @@ def dump_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(name).replace(target)
-    except BaseException:
+    except BaseException:  # interrupted too: no temporary file with a password is left
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
         raise
