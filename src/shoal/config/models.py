@@ -175,12 +175,29 @@ class GangSection(_Section):
 
 
 class PushSection(_Section):
-    """Weight push after every step."""
+    """Weight push after every step; docs/weight-push.md."""
 
-    transport: Literal["shm"] = "shm"
-    """How bytes reach the engine workers."""
+    transport: Literal["auto", "shm", "grpc", "collective", "cuda_ipc"] = "auto"
+    """How bytes reach the engine workers; auto chooses for each pair by where the two sides are."""
     shm_dir: str = "/dev/shm"  # noqa: S108 - the standard tmpfs, files inside are created exclusively
     """Folder of the mapped staging files; a shared tmpfs between containers."""
+    bucket_bytes: int = Field(default=16 << 20, ge=4096)
+    """Largest unit of sending and checking; what a rank and a worker may hold beyond their shards."""
+    grpc_streams: int = Field(default=2, ge=1, le=16)
+    """Streams of the grpc transport from one rank to one worker."""
+    delta: Literal["auto", "on", "off"] = "auto"
+    """Send positions and values of changed elements where that is smaller; costs a copy of the shard in the serving dtype.
+    auto: on where bytes cross a wire (grpc, collective)."""
+    dense_every: int = Field(default=50, ge=1)
+    """Every so many pushes everything is sent; also after any failure."""
+    commit: Literal["barrier", "rolling"] = "barrier"
+    """barrier: all servers swap at once; rolling: one after another, so that the others go on serving."""
+    inflight: Literal["keep", "abort", "wait"] = "keep"
+    """Requests that run at COMMIT: go on with new weights, end with what they have, or are waited for."""
+    audit_every: int = Field(default=0, ge=0)
+    """Compare the engines' live weights with the trainer's after every so many pushes; 0 is never."""
+    audit_prompts: int = Field(default=4, ge=0)
+    """Prompts of an audit's probe set: greedy choices and log-probabilities of engine and trainer are compared."""
     prepare_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of PREPARE."""
     transfer_timeout_s: float = Field(default=120.0, gt=0)
@@ -188,7 +205,7 @@ class PushSection(_Section):
     verify_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of VERIFY."""
     commit_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of COMMIT."""
+    """Deadline of COMMIT, for each server."""
 
 
 class EvalSection(_Section):

@@ -87,3 +87,19 @@ class ScorerDescription:
     name: str
     version: str
     description: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """A prompt and a response whose tokens are to be scored."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """By response token: its log-probability at temperature 1, and the most probable token there."""
+
+    logprobs: tuple[float, ...]
+    greedy_ids: tuple[int, ...]

@@ -24,27 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal/rpc/v1/registry.proto\x12\x0cshoal.rpc.v1\"\xb0\x01\n\x0fRegisterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nservice_id\x18\x02 \x01(\t\x12\'\n\x04kind\x18\x03 \x01(\x0e\x32\x19.shoal.rpc.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x12\n\nprocess_id\x18\x07 \x01(\x03\"5\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"4\n\x0cRenewRequest\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\" \n\rRenewResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"9\n\x11\x44\x65registerRequest\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse*\x8f\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x02\x12\x16\n\x12SERVICE_KIND_ACTOR\x10\x03\x12\x17\n\x13SERVICE_KIND_CRITIC\x10\x04\x32\xef\x01\n\x0fRegistryService\x12I\n\x08Register\x12\x1d.shoal.rpc.v1.RegisterRequest\x1a\x1e.shoal.rpc.v1.RegisterResponse\x12@\n\x05Renew\x12\x1a.shoal.rpc.v1.RenewRequest\x1a\x1b.shoal.rpc.v1.RenewResponse\x12O\n\nDeregister\x12\x1f.shoal.rpc.v1.DeregisterRequest\x1a .shoal.rpc.v1.DeregisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal/rpc/v1/registry.proto\x12\x0cshoal.rpc.v1\"\xb0\x01\n\x0fRegisterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nservice_id\x18\x02 \x01(\t\x12\'\n\x04kind\x18\x03 \x01(\x0e\x32\x19.shoal.rpc.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x12\n\nprocess_id\x18\x07 \x01(\x03\"V\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x1f\n\x17required_policy_version\x18\x03 \x01(\x03\"4\n\x0cRenewRequest\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"A\n\rRenewResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x1f\n\x17required_policy_version\x18\x02 \x01(\x03\"9\n\x11\x44\x65registerRequest\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse*\x8f\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x02\x12\x16\n\x12SERVICE_KIND_ACTOR\x10\x03\x12\x17\n\x13SERVICE_KIND_CRITIC\x10\x04\x32\xef\x01\n\x0fRegistryService\x12I\n\x08Register\x12\x1d.shoal.rpc.v1.RegisterRequest\x1a\x1e.shoal.rpc.v1.RegisterResponse\x12@\n\x05Renew\x12\x1a.shoal.rpc.v1.RenewRequest\x1a\x1b.shoal.rpc.v1.RenewResponse\x12O\n\nDeregister\x12\x1f.shoal.rpc.v1.DeregisterRequest\x1a .shoal.rpc.v1.DeregisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.rpc.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVICEKIND']._serialized_start=449
-  _globals['_SERVICEKIND']._serialized_end=592
+  _globals['_SERVICEKIND']._serialized_start=515
+  _globals['_SERVICEKIND']._serialized_end=658
   _globals['_REGISTERREQUEST']._serialized_start=46
   _globals['_REGISTERREQUEST']._serialized_end=222
   _globals['_REGISTERRESPONSE']._serialized_start=224
-  _globals['_REGISTERRESPONSE']._serialized_end=277
-  _globals['_RENEWREQUEST']._serialized_start=279
-  _globals['_RENEWREQUEST']._serialized_end=331
-  _globals['_RENEWRESPONSE']._serialized_start=333
-  _globals['_RENEWRESPONSE']._serialized_end=365
-  _globals['_DEREGISTERREQUEST']._serialized_start=367
-  _globals['_DEREGISTERREQUEST']._serialized_end=424
-  _globals['_DEREGISTERRESPONSE']._serialized_start=426
-  _globals['_DEREGISTERRESPONSE']._serialized_end=446
-  _globals['_REGISTRYSERVICE']._serialized_start=595
-  _globals['_REGISTRYSERVICE']._serialized_end=834
+  _globals['_REGISTERRESPONSE']._serialized_end=310
+  _globals['_RENEWREQUEST']._serialized_start=312
+  _globals['_RENEWREQUEST']._serialized_end=364
+  _globals['_RENEWRESPONSE']._serialized_start=366
+  _globals['_RENEWRESPONSE']._serialized_end=431
+  _globals['_DEREGISTERREQUEST']._serialized_start=433
+  _globals['_DEREGISTERREQUEST']._serialized_end=490
+  _globals['_DEREGISTERRESPONSE']._serialized_start=492
+  _globals['_DEREGISTERRESPONSE']._serialized_end=512
+  _globals['_REGISTRYSERVICE']._serialized_start=661
+  _globals['_REGISTRYSERVICE']._serialized_end=900
 # @@protoc_insertion_point(module_scope)

@@ -84,18 +84,22 @@ class RegisterResponse(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    REQUIRED_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Opaque; given back in Renew."""
     lease_s: _builtins.float
+    required_policy_version: _builtins.int
+    """Rollout servers: the version that a server must serve before it answers a request."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         lease_s: _builtins.float = ...,
+        required_policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "lease_s", b"lease_s", "required_policy_version", b"required_policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,15 +132,19 @@ class RenewResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_S_FIELD_NUMBER: _builtins.int
+    REQUIRED_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
+    required_policy_version: _builtins.int
+    """As in RegisterResponse."""
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
+        required_policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "required_policy_version", b"required_policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

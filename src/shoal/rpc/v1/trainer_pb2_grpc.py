@@ -55,6 +55,11 @@ class TrainerServiceStub:
                 request_serializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchRequest.SerializeToString,
                 response_deserializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchResponse.FromString,
                 _registered_method=True)
+        self.ScoreTokens = channel.unary_unary(
+                '/shoal.rpc.v1.TrainerService/ScoreTokens',
+                request_serializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensResponse.FromString,
+                _registered_method=True)
         self.ExportModel = channel.unary_unary(
                 '/shoal.rpc.v1.TrainerService/ExportModel',
                 request_serializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
@@ -96,6 +101,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreTokens(self, request, context):
+        """Actor only: log-probabilities of given tokens under the policy as it is, and its greedy choices. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportModel(self, request, context):
         """Writes a Hugging Face folder (safetensors, config, tokenizer). Idempotent.
         """
@@ -125,6 +137,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.UpdateBatch,
                     request_deserializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchRequest.FromString,
                     response_serializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchResponse.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensResponse.SerializeToString,
             ),
             'ExportModel': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportModel,
@@ -241,6 +258,33 @@ class TrainerService:
             '/shoal.rpc.v1.TrainerService/UpdateBatch',
             shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchRequest.SerializeToString,
             shoal_dot_rpc_dot_v1_dot_trainer__pb2.UpdateBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.rpc.v1.TrainerService/ScoreTokens',
+            shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensRequest.SerializeToString,
+            shoal_dot_rpc_dot_v1_dot_trainer__pb2.ScoreTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

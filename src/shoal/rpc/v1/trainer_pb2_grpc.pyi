@@ -45,6 +45,8 @@ class TrainerServiceStub:
     """
     UpdateBatch: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.UpdateBatchRequest, _trainer_pb2.UpdateBatchResponse]
     """Runs the optimizer steps of this batch. Idempotent under step: a repeated call returns the first answer."""
+    ScoreTokens: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ScoreTokensRequest, _trainer_pb2.ScoreTokensResponse]
+    """Actor only: log-probabilities of given tokens under the policy as it is, and its greedy choices. Changes nothing."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes a Hugging Face folder (safetensors, config, tokenizer). Idempotent."""
 
@@ -65,6 +67,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     UpdateBatch: _aio.UnaryUnaryMultiCallable[_trainer_pb2.UpdateBatchRequest, _trainer_pb2.UpdateBatchResponse]  # type: ignore[assignment]
     """Runs the optimizer steps of this batch. Idempotent under step: a repeated call returns the first answer."""
+    ScoreTokens: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ScoreTokensRequest, _trainer_pb2.ScoreTokensResponse]  # type: ignore[assignment]
+    """Actor only: log-probabilities of given tokens under the policy as it is, and its greedy choices. Changes nothing."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes a Hugging Face folder (safetensors, config, tokenizer). Idempotent."""
 
@@ -106,6 +110,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.UpdateBatchResponse, _abc.Awaitable[_trainer_pb2.UpdateBatchResponse]]:
         """Runs the optimizer steps of this batch. Idempotent under step: a repeated call returns the first answer."""
+
+    @_abc_1.abstractmethod
+    def ScoreTokens(
+        self,
+        request: _trainer_pb2.ScoreTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.ScoreTokensResponse, _abc.Awaitable[_trainer_pb2.ScoreTokensResponse]]:
+        """Actor only: log-probabilities of given tokens under the policy as it is, and its greedy choices. Changes nothing."""
 
     @_abc_1.abstractmethod
     def ExportModel(

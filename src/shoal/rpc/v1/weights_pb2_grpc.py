@@ -40,6 +40,11 @@ class WeightSinkServiceStub:
                 request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkRequest.SerializeToString,
                 response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkResponse.FromString,
                 _registered_method=True)
+        self.PlanSink = channel.unary_unary(
+                '/shoal.rpc.v1.WeightSinkService/PlanSink',
+                request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkRequest.SerializeToString,
+                response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkResponse.FromString,
+                _registered_method=True)
         self.VerifySink = channel.unary_unary(
                 '/shoal.rpc.v1.WeightSinkService/VerifySink',
                 request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.VerifySinkRequest.SerializeToString,
@@ -55,6 +60,16 @@ class WeightSinkServiceStub:
                 request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSinkRequest.SerializeToString,
                 response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSinkResponse.FromString,
                 _registered_method=True)
+        self.DigestSink = channel.unary_unary(
+                '/shoal.rpc.v1.WeightSinkService/DigestSink',
+                request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkRequest.SerializeToString,
+                response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkResponse.FromString,
+                _registered_method=True)
+        self.WriteBuckets = channel.stream_unary(
+                '/shoal.rpc.v1.WeightSinkService/WriteBuckets',
+                request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsRequest.SerializeToString,
+                response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSinkServiceServicer:
@@ -68,22 +83,44 @@ class WeightSinkServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PlanSink(self, request, context):
+        """Plans this server's part from the trainer's layout and begins to listen where a transport needs it.
+        FAILED_PRECONDITION if the plan's hash differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def VerifySink(self, request, context):
-        """Checks digests and coverage of the staged bytes and readies the swap. FAILED_PRECONDITION on a mismatch. Serving goes on.
+        """Checks the digest of every bucket and readies the swap. FAILED_PRECONDITION on a mismatch. Serving goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitSink(self, request, context):
-        """Pause (keep) -> swap -> clear caches -> tag version -> resume. Repeating a commit of the served version succeeds.
+        """Pause -> swap -> clear caches -> tag version -> resume. Repeating a commit of the served version succeeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortSink(self, request, context):
-        """Drops staging; the old version goes on. Repeating succeeds. FAILED_PRECONDITION if already committed.
+        """Drops the push; the old version goes on. Repeating succeeds. FAILED_PRECONDITION if already committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DigestSink(self, request, context):
+        """Digests of the live weights, piece by piece of the last plan. FAILED_PRECONDITION unless that version is served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteBuckets(self, request_iterator, context):
+        """The bulk stream of the grpc transport: encoded buckets of one trainer rank for one engine worker, in the plan's order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +133,11 @@ def add_WeightSinkServiceServicer_to_server(servicer, server):
                     servicer.PrepareSink,
                     request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkRequest.FromString,
                     response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkResponse.SerializeToString,
+            ),
+            'PlanSink': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanSink,
+                    request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkRequest.FromString,
+                    response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkResponse.SerializeToString,
             ),
             'VerifySink': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifySink,
@@ -111,6 +153,16 @@ def add_WeightSinkServiceServicer_to_server(servicer, server):
                     servicer.AbortSink,
                     request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSinkRequest.FromString,
                     response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSinkResponse.SerializeToString,
+            ),
+            'DigestSink': grpc.unary_unary_rpc_method_handler(
+                    servicer.DigestSink,
+                    request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkRequest.FromString,
+                    response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkResponse.SerializeToString,
+            ),
+            'WriteBuckets': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteBuckets,
+                    request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsRequest.FromString,
+                    response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +193,33 @@ class WeightSinkService:
             '/shoal.rpc.v1.WeightSinkService/PrepareSink',
             shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkRequest.SerializeToString,
             shoal_dot_rpc_dot_v1_dot_weights__pb2.PrepareSinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanSink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.rpc.v1.WeightSinkService/PlanSink',
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkRequest.SerializeToString,
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.PlanSinkResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -232,6 +311,60 @@ class WeightSinkService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def DigestSink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.rpc.v1.WeightSinkService/DigestSink',
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkRequest.SerializeToString,
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBuckets(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shoal.rpc.v1.WeightSinkService/WriteBuckets',
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsRequest.SerializeToString,
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.WriteBucketsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WeightSourceServiceStub:
     """The trainer's end (actor gang).
@@ -263,6 +396,11 @@ class WeightSourceServiceStub:
                 request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceRequest.SerializeToString,
                 response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceResponse.FromString,
                 _registered_method=True)
+        self.DigestSource = channel.unary_unary(
+                '/shoal.rpc.v1.WeightSourceService/DigestSource',
+                request_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceRequest.SerializeToString,
+                response_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSourceServiceServicer:
@@ -277,14 +415,14 @@ class WeightSourceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareSource(self, request, context):
-        """Every rank plans its copies against the sinks; answers the hash of the whole plan.
+        """Every rank plans its copies against the sinks; answers each server's plan hash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransferSource(self, request, context):
-        """Every rank writes the slices it holds; answers a digest per copy.
+        """Every rank writes the slices it holds; answers the digests of every bucket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,6 +430,13 @@ class WeightSourceServiceServicer:
 
     def AbortSource(self, request, context):
         """Forgets the push; repeating succeeds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DigestSource(self, request, context):
+        """Digests of what the trainer holds, piece by piece of the last plans.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,6 +464,11 @@ def add_WeightSourceServiceServicer_to_server(servicer, server):
                     servicer.AbortSource,
                     request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceRequest.FromString,
                     response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceResponse.SerializeToString,
+            ),
+            'DigestSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.DigestSource,
+                    request_deserializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceRequest.FromString,
+                    response_serializer=shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +580,33 @@ class WeightSourceService:
             '/shoal.rpc.v1.WeightSourceService/AbortSource',
             shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceRequest.SerializeToString,
             shoal_dot_rpc_dot_v1_dot_weights__pb2.AbortSourceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DigestSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.rpc.v1.WeightSourceService/DigestSource',
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceRequest.SerializeToString,
+            shoal_dot_rpc_dot_v1_dot_weights__pb2.DigestSourceResponse.FromString,
             options,
             channel_credentials,
             insecure,

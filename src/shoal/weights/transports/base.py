@@ -1,69 +1,120 @@
 """What a transport offers to the two ends of a push; neither end knows one by name.
 
-The source (a trainer rank) opens the staging buffer of an engine worker and writes boxes of its parameters. The sink (an engine worker)
-owns the staging buffer: it alone creates and removes it. Calls are synchronous; an object is used by one thread at a time.
+A trainer rank opens a link to an engine worker and writes the buckets that the plan gives this pair, in the plan's order. The worker owns
+a staging buffer, which holds every engine parameter whole; what a link writes is there, complete, once `finish` has returned. Calls are
+synchronous; an object is used by one thread at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.types.weights import Box, SinkParameter, SinkWorkerLayout
+from shoal.weights.buckets import Bucket
 
 
-class StagingWriter(Protocol):
-    """One engine worker's staging buffer, seen from a trainer rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Changed elements of a bucket: positions in its elements (pieces one after another, row-major), and their new values.
 
-    def write(self, parameter: str, parameter_box: Box, source: Tensor) -> int:
-        """Write a box of an engine parameter, cast to its serving dtype.
+    positions: [C] int64, increasing. values: [C] in the serving dtype, bfloat16 as int16 bits.
+    """
+
+    positions: NDArray[np.int64]
+    values: NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRequest:
+    """One rank's wish to write to one worker in one push.
+
+    worker_ranks: all workers of the server, and world_size: all ranks of the gang: what a collective group consists of.
+    """
+
+    push_id: str
+    policy_version: int
+    rank: int
+    world_size: int
+    server_id: str
+    worker: SinkWorkerLayout
+    num_workers: int
+    collective_group: str
+    timeout_s: float
+
+
+class SourceLink(Protocol):
+    """One rank's way into one worker's staging, for one push."""
+
+    def write_dense(self, bucket: Bucket, pieces: Sequence[Tensor]) -> int:
+        """Write all elements of a bucket.
 
         Args:
-            parameter: name in the worker's layout.
-            parameter_box: where the elements go, in the parameter's coordinates.
-            source: tensor with the shape of the box, any strides, any floating dtype.
-        Returns: xxh3-64 of the written bytes, row-major over the box.
-        Raises: TransportError: unknown parameter, a box outside it, other shape, or the staging buffer is gone.
+            bucket: the next one that has anything to send.
+            pieces: one tensor per piece of the bucket, with its shape, any strides, any floating dtype; cast to the serving dtype.
+        Returns: xxh3-64 of the bucket's bytes in the serving dtype.
+        Raises: TransportError: other shapes, or the worker is gone. CapacityError: its memory cannot be had. DeadlineError.
         """
+        ...
+
+    def write_delta(self, bucket: Bucket, delta: Delta) -> None:
+        """Write the changed elements of a bucket; the others stay as staging holds them. Raises: as write_dense."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything written is in staging. Raises: as write_dense."""
+        ...
+
+    def close(self) -> None:
+        """Let go; without `finish` before it, the worker may hold a part of what was written."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that crossed the link so far."""
         ...
 
 
 class SourceTransport(Protocol):
-    """The trainer's end."""
+    """The trainer's end of every transport; keeps mappings, channels and groups from push to push."""
 
-    def open(self, worker: SinkWorkerLayout) -> StagingWriter:
-        """Reach the staging buffer that the layout names; reused if it is the one opened last time.
+    def open(self, request: LinkRequest, transport: str) -> SourceLink:
+        """Reach a worker's staging through a named transport.
 
-        Raises: TransportError: it does not exist or does not have the promised size.
-            CapacityError: its memory cannot be had.
+        Raises: TransportError: it is gone, or does not have the promised size. CapacityError. DeadlineError.
         """
         ...
 
     def close(self) -> None:
-        """Let go of every staging buffer; removes none."""
+        """Let go of everything; removes no staging."""
         ...
 
 
-class SinkTransport(Protocol):
-    """The engine worker's end: owns one staging buffer."""
+class StagingBuffer(Protocol):
+    """The engine worker's end: owns the buffer that holds every engine parameter."""
 
     @property
-    def address(self) -> str:
-        """What `SinkWorkerLayout.staging_path` carries to the source."""
+    def endpoint(self) -> tuple[str, str]:
+        """The transport that writes here directly ("shm" or "cuda_ipc") and its address."""
         ...
 
-    def tensor(self, parameter: SinkParameter) -> Tensor:
-        """The parameter's staged elements, a view of the buffer with the parameter's shape and dtype."""
-        ...
-
-    def digest(self, parameter: SinkParameter, parameter_box: Box) -> int:
-        """xxh3-64 of the staged bytes of a box, row-major; compare with the source's.
-
-        Raises: TransportError: a box outside the parameter.
-        """
+    def view(self, parameter: SinkParameter) -> Tensor:
+        """The parameter's staged elements, a view with the parameter's shape and dtype."""
         ...
 
     def close(self) -> None:
-        """Remove the staging buffer, once; repeating does nothing."""
+        """Remove the buffer, once; repeating does nothing."""
+        ...
+
+
+class PieceTarget(Protocol):
+    """Anything that hands out staged parameters, on either end."""
+
+    def piece(self, parameter: str, box: Box) -> Tensor:
+        """A view of a box of a parameter. Raises: TransportError: unknown, or outside."""
         ...
