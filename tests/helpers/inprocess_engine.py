@@ -25,7 +25,7 @@ ENGINE_ENVIRONMENT = {
 class InProcessEngine:
     """`SwappableEngine` over vLLM's synchronous engine, plus sampling with log-probabilities."""
 
-    def __init__(self, folder: Path, *, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, *, dtype: str = "float32", extension: str = "shoal_rollout.engine_worker.EngineWorker") -> None:
         from vllm import LLM
 
         self.llm: Any = LLM(
@@ -37,8 +37,13 @@ class InProcessEngine:
             kv_cache_memory_bytes=16 << 20,
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
-            worker_extension_cls="shoal_rollout.engine_worker.EngineWorker",
+            worker_extension_cls=extension,
         )
+
+    @property
+    def worker(self) -> Any:  # noqa: ANN401 - vLLM is not type-checked here
+        """The only worker."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - plain data of any shape
         """Call a worker method; errors as the real engine raises them."""

@@ -23,6 +23,9 @@ from shoal_rollout.engine_parameters import EngineParameter, Holder
 Apply = Callable[[], object]
 """Swaps one thing and answers what it replaced: freeing large weights takes milliseconds, so the caller does it after the pause."""
 
+_UNIT_VECTORS = 256
+"""Rows of a packed weight's input that are read at once."""
+
 
 def use_live_embeddings(model: nn.Module) -> None:
     """Drop the packed copies of input embeddings: a look-up never uses them, and a swap would have to rebuild them."""
@@ -45,6 +48,28 @@ def prepare_swap(parameters: Sequence[EngineParameter], staged: Callable[[str], 
         live = parameter.holders[0].live
         if live.numel() > 0:
             yield _replace(live, source)
+
+
+def live_values(parameter: EngineParameter) -> Tensor | None:
+    """What the model computes with now: every packed linear applied to unit vectors, or the live tensor."""
+    packed = [holder for holder in parameter.holders if _is_packed(holder)]
+    if packed:
+        return _unpacked(packed[0], parameter)
+    live = parameter.holders[0].live
+    return live.data.to(parameter.meta.dtype) if live.numel() == parameter.meta.numel() else None
+
+
+def _unpacked(holder: Holder, parameter: EngineParameter) -> Tensor:
+    """Read a packed weight: products with 0 and 1 and their sums are exact for finite weights."""
+    num_outputs, num_inputs = parameter.meta.shape
+    linear: Any = holder.module.cpu_linear
+    weight = torch.empty((num_outputs, num_inputs), dtype=parameter.meta.dtype)
+    for start in range(0, num_inputs, _UNIT_VECTORS):
+        end = min(start + _UNIT_VECTORS, num_inputs)
+        units = torch.zeros((end - start, num_inputs), dtype=parameter.meta.dtype)
+        units[range(end - start), range(start, end)] = 1
+        weight[:, start:end] = linear(units, holder.live, None).t()
+    return weight
 
 
 def check_swappable(parameters: Sequence[EngineParameter]) -> None:
