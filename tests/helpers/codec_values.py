@@ -10,12 +10,16 @@ import numpy as np
 from shoal.types import (
     Batch,
     Box,
+    BucketEncoding,
     Completion,
-    CopyDigest,
     ExperienceRecord,
     ExportResult,
     FinishReason,
     MiniBatch,
+    PairDigests,
+    PieceDigests,
+    Place,
+    PlannedServer,
     PolicyVersionSpan,
     RecordRef,
     RewardComponent,
@@ -25,17 +29,25 @@ from shoal.types import (
     ScoreResult,
     ScoreSample,
     ScoreStatus,
+    ServerTransfer,
     ServiceInfo,
     ServiceKind,
     SinkCommitted,
     SinkLayout,
     SinkParameter,
+    SinkPlanned,
+    SinkPrepared,
     SinkRegion,
+    SinkTarget,
     SinkVerified,
     SinkWorkerLayout,
-    SourcePrepared,
-    SourceShard,
+    SourceLayout,
+    SourceTensor,
     SourceTransferred,
+    StagedVersion,
+    TensorShard,
+    TokenScores,
+    TokenSequence,
     TrainerDescription,
     TrainerRole,
     UpdateResult,
@@ -84,10 +96,30 @@ MINI_BATCH = MiniBatch(micro_batches=((REF, REF), ()))
 BOX = Box(offsets=(2, 0), sizes=(2, 4))
 REGION = SinkRegion(parameter="qkv", source_name="q", source_box=Box(offsets=(0, 0), sizes=(2, 4)), parameter_box=BOX)
 PARAMETER = SinkParameter(name="qkv", shape=(4, 4), dtype="bfloat16", staging_offset_bytes=1 << 33)
-WORKER = SinkWorkerLayout(worker_rank=1, parameters=(PARAMETER,), regions=(REGION,), staging_path="/dev/shm/shoal-x", staging_bytes=1 << 34)
-DIGEST = CopyDigest(worker_rank=1, parameter="qkv", parameter_box=BOX, xxh3=2**64 - 1)
+PLACE = Place(host_id="boot-1:2", device="cuda")
+WORKER = SinkWorkerLayout(
+    worker_rank=1,
+    parameters=(PARAMETER,),
+    regions=(REGION,),
+    staging_bytes=1 << 34,
+    place=PLACE,
+    endpoints={"shm": "/dev/shm/shoal-x", "grpc": "h:1"},
+)
+LAYOUT = SinkLayout(server_id="rollout-0", workers=(WORKER,))
+SHARD = TensorShard(rank=1, box=BOX)
+TENSOR = SourceTensor(name="q", shape=(4, 4), dtype="float32", shards=(SHARD, SHARD))
+SOURCE = SourceLayout(source_id="s1", tensors=(TENSOR,), places=(Place(host_id="boot-2:2", device="cpu"), PLACE))
+STAGED = StagedVersion(source_id="s1", policy_version=4)
+PAIR = PairDigests(
+    rank=1,
+    worker_rank=2,
+    xxh3=(2**64 - 1, 0, 7),
+    encodings=(BucketEncoding.DENSE, BucketEncoding.UNCHANGED, BucketEncoding.DELTA),
+)
+PIECES = PieceDigests(rank=1, worker_rank=2, xxh3=(3, 2**64 - 1))
+TRANSFER = ServerTransfer(pairs=(PAIR,), sent_bytes=1 << 33, dense_bytes=1 << 40, error="gone")
 
-# Name of the codec -> (module of the codec, example).
+# Name of the codec -> (module of the codec, example); by server_id where the wire names the server beside the value.
 EXAMPLES: dict[str, tuple[str, Any]] = {
     "sampling_params": ("rollout", SAMPLING),
     "policy_version_span": ("rollout", SPANS[1]),
@@ -153,19 +185,35 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     ),
     "update_result": ("services", UpdateResult(policy_version=8, applied=True, metrics={"loss": 0.5, "norm": float("inf")})),
     "export_result": ("services", ExportResult(folder="/out", policy_version=9, num_bytes=1 << 40)),
-    "box": ("weights", BOX),
-    "source_shard": ("weights", SourceShard(name="q", shape=(4, 4), dtype="float32", rank=1, box=BOX)),
-    "sink_region": ("weights", REGION),
-    "sink_parameter": ("weights", PARAMETER),
-    "sink_worker_layout": ("weights", WORKER),
-    "sink_layout": ("weights", SinkLayout(server_id="rollout-0", workers=(WORKER,))),
-    "copy_digest": ("weights", DIGEST),
+    "token_sequence": ("services", TokenSequence(prompt_ids=(3, 0), response_ids=(5, 6, 2))),
+    "token_scores": ("services", TokenScores(logprobs=(-0.5, -1.25), greedy_ids=(7, 0))),
+    "box": ("layouts", BOX),
+    "place": ("layouts", PLACE),
+    "tensor_shard": ("layouts", SHARD),
+    "source_tensor": ("layouts", TENSOR),
+    "source_layout": ("layouts", SOURCE),
+    "sink_region": ("layouts", REGION),
+    "sink_parameter": ("layouts", PARAMETER),
+    "sink_worker_layout": ("layouts", WORKER),
+    "sink_layout": ("layouts", LAYOUT),
+    "staged_version": ("layouts", STAGED),
+    "sink_target": ("layouts", SinkTarget(layout=LAYOUT, staged=STAGED, dense=True)),
+    "sink_prepared": ("weights", SinkPrepared(layout=LAYOUT, served_version=3, staged=STAGED)),
+    "sink_planned": ("weights", SinkPlanned(num_buckets=1 << 33, collective_group="g")),
     "sink_verified": ("weights", SinkVerified(num_bytes=1 << 40, verify_ms=1.5)),
-    "sink_committed": ("weights", SinkCommitted(policy_version=3, pause_ms=2.5)),
-    "source_prepared": ("weights", SourcePrepared(plan_hash="h", num_copies=5, num_bytes=1 << 40)),
+    "sink_committed": ("weights", SinkCommitted(policy_version=3, pause_ms=2.5, num_aborted=4)),
+    "planned_servers": (
+        "weights",
+        {"rollout-0": PlannedServer(plan_hash="h", num_bytes=1 << 40), "rollout-1": PlannedServer(plan_hash="i", num_bytes=2)},
+    ),
+    "pair_digests": ("weights", PAIR),
+    "piece_digests": ("weights", PIECES),
+    "source_digests": ("weights", {"rollout-0": (PIECES,), "rollout-1": ()}),
     "source_transferred": (
         "weights",
-        SourceTransferred(digests={"rollout-0": [DIGEST], "rollout-1": []}, num_bytes=1 << 40, transfer_ms=4.5),
+        SourceTransferred(
+            servers={"rollout-0": TRANSFER, "rollout-1": ServerTransfer(pairs=(), sent_bytes=1, dense_bytes=2)}, transfer_ms=4.5
+        ),
     ),
 }
 
@@ -180,6 +228,19 @@ def same(left: Any, right: Any) -> bool:  # noqa: ANN401 - any dataclass of shoa
         return type(left) is type(right) and all(
             same(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left)
         )
+    if isinstance(left, dict):
+        return type(left) is type(right) and left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, tuple | list):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and bool(left == right)
+
+
+def types_within(value: Any) -> set[type]:  # noqa: ANN401 - any example
+    """Every dataclass that occurs in a value, at any depth."""
+    if dataclasses.is_dataclass(value):
+        return {type(value)}.union(*(types_within(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    if isinstance(value, dict):
+        return set().union(*map(types_within, value.values()))
+    if isinstance(value, tuple | list):
+        return set().union(*map(types_within, value))
+    return set()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import grpc
 
@@ -14,7 +14,7 @@ from shoal.config.models import SecuritySection
 from shoal.errors import UnavailableError
 from shoal.rpc.catalogue import from_rpc_error
 from shoal.rpc.channel import open_channel
-from shoal.rpc.retry import call_idempotent
+from shoal.rpc.retry import MAX_ATTEMPTS, call_idempotent
 
 _Request = TypeVar("_Request", contravariant=True)
 _Response = TypeVar("_Response", covariant=True)
@@ -29,6 +29,9 @@ class UnaryMethod(Protocol[_Request, _Response]):
 
 class ServiceClient:
     """Base of the clients: owns the channel. Use it on the event loop that created it."""
+
+    max_attempts: ClassVar[int] = MAX_ATTEMPTS
+    """How often an idempotent call is made before an unavailable service is reported."""
 
     def __init__(self, address: str, security: SecuritySection) -> None:
         """Open a lazy channel.
@@ -74,7 +77,7 @@ class ServiceClient:
     async def _call_idempotent(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
         """Run one call, again while the service is unavailable. Raises ShoalError."""
         call: Callable[[float], Awaitable[_Response]] = lambda left_s: self._call(method, request, left_s)  # noqa: E731 - typed
-        return await call_idempotent(call, timeout_s)
+        return await call_idempotent(call, timeout_s, max_attempts=self.max_attempts)
 
     @property
     def _peer(self) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.clients.base import ServiceClient
 from shoal.codec.experience import batch_to_proto
-from shoal.codec.services import export_result_from_proto, trainer_description_from_proto, update_result_from_proto
+from shoal.codec.services import (
+    export_result_from_proto,
+    token_scores_from_proto,
+    token_sequence_to_proto,
+    trainer_description_from_proto,
+    update_result_from_proto,
+)
 from shoal.config.models import SecuritySection
+from shoal.errors import CodecError
 from shoal.rpc.v1 import trainer_pb2, trainer_pb2_grpc
-from shoal.types import Batch, ExportResult, TrainerDescription, UpdateResult
+from shoal.types import Batch, ExportResult, TokenScores, TokenSequence, TrainerDescription, UpdateResult
 
 __all__ = ["ExportResult", "TrainerClient", "TrainerDescription", "UpdateResult"]
 
@@ -38,6 +47,20 @@ class TrainerClient(ServiceClient):
         """Run the optimizer steps of the step's batch; repeating returns the first answer."""
         request = trainer_pb2.UpdateBatchRequest(step=step)
         return update_result_from_proto(await self._call_idempotent(self._stub.UpdateBatch, request, timeout_s))
+
+    async def score_tokens(self, sequences: Sequence[TokenSequence], *, timeout_s: float) -> tuple[list[TokenScores], int]:
+        """Score given tokens under the policy as it is; the gang does not change.
+
+        Returns: scores of each sequence, in order; the policy version that they belong to.
+        Raises: CodecError: the gang answered for other sequences.
+        """
+        request = trainer_pb2.ScoreTokensRequest(sequences=[token_sequence_to_proto(sequence) for sequence in sequences])
+        answer = await self._call_idempotent(self._stub.ScoreTokens, request, timeout_s)
+        scores = [token_scores_from_proto(message) for message in answer.scores]
+        wanted, given = [len(sequence.response_ids) for sequence in sequences], [len(score.logprobs) for score in scores]
+        if wanted != given:
+            raise CodecError(f"responses of {wanted} tokens were to be scored, but scores of {given} came back; use one version of Shoal")
+        return scores, answer.policy_version
 
     async def export_model(self, folder: str, *, timeout_s: float) -> ExportResult:
         """Write a Hugging Face folder on the trainer's file system."""

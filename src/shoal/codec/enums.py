@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from shoal.errors import CodecError
-from shoal.rpc.v1 import common_pb2, registry_pb2, trainer_pb2
-from shoal.types import FinishReason, ScoreStatus, ServiceKind, TrainerRole
+from shoal.rpc.v1 import common_pb2, registry_pb2, trainer_pb2, weights_pb2
+from shoal.types import FinishReason, InflightMode, ScoreStatus, ServiceKind, TrainerRole
 
 _Member = TypeVar("_Member", bound=StrEnum)
 _Number = TypeVar("_Number", bound=int)
@@ -59,4 +59,12 @@ service_kind: _EnumCodec[ServiceKind, registry_pb2.ServiceKind.ValueType] = _Enu
 trainer_role: _EnumCodec[TrainerRole, trainer_pb2.TrainerRole.ValueType] = _EnumCodec(
     "trainer role",
     {TrainerRole.ACTOR: trainer_pb2.TRAINER_ROLE_ACTOR, TrainerRole.CRITIC: trainer_pb2.TRAINER_ROLE_CRITIC},
+)
+inflight_mode: _EnumCodec[InflightMode, weights_pb2.InflightMode.ValueType] = _EnumCodec(
+    "inflight mode",
+    {
+        InflightMode.KEEP: weights_pb2.INFLIGHT_MODE_KEEP,
+        InflightMode.ABORT: weights_pb2.INFLIGHT_MODE_ABORT,
+        InflightMode.WAIT: weights_pb2.INFLIGHT_MODE_WAIT,
+    },
 )

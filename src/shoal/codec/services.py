@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shoal.codec.enums import service_kind, trainer_role
+from shoal.errors import CodecError
 from shoal.rpc.v1 import registry_pb2, trainer_pb2
-from shoal.types import ExportResult, ServiceInfo, TrainerDescription, UpdateResult
+from shoal.types import ExportResult, ServiceInfo, TokenScores, TokenSequence, TrainerDescription, UpdateResult
 
 
 def service_info_to_proto(service: ServiceInfo) -> registry_pb2.RegisterRequest:
@@ -75,3 +76,37 @@ def export_result_to_proto(result: ExportResult) -> trainer_pb2.ExportModelRespo
 def export_result_from_proto(message: trainer_pb2.ExportModelResponse) -> ExportResult:
     """Convert the answer of an export."""
     return ExportResult(folder=message.folder, policy_version=message.policy_version, num_bytes=message.num_bytes)
+
+
+def token_sequence_to_proto(sequence: TokenSequence) -> trainer_pb2.TokenSequence:
+    """Convert a prompt and a response to be scored."""
+    return trainer_pb2.TokenSequence(prompt_ids=sequence.prompt_ids, response_ids=sequence.response_ids)
+
+
+def token_sequence_from_proto(message: trainer_pb2.TokenSequence) -> TokenSequence:
+    """Convert a prompt and a response to be scored. Raises CodecError without a prompt token, or for a negative id."""
+    sequence = TokenSequence(prompt_ids=tuple(message.prompt_ids), response_ids=tuple(message.response_ids))
+    if not sequence.prompt_ids or min(*sequence.prompt_ids, *sequence.response_ids, 0) < 0:
+        raise CodecError(
+            f"prompt_ids {list(sequence.prompt_ids[:8])} and response_ids {list(sequence.response_ids[:8])} cannot be scored; "
+            "give at least one prompt token, and ids >= 0"
+        )
+    return sequence
+
+
+def token_scores_to_proto(scores: TokenScores) -> trainer_pb2.TokenScores:
+    """Convert the scores of one response. Raises CodecError unless every token has both."""
+    _check_scores(scores)
+    return trainer_pb2.TokenScores(logprobs=scores.logprobs, greedy_ids=scores.greedy_ids)
+
+
+def token_scores_from_proto(message: trainer_pb2.TokenScores) -> TokenScores:
+    """Convert the scores of one response. Raises CodecError unless every token has both."""
+    scores = TokenScores(logprobs=tuple(message.logprobs), greedy_ids=tuple(message.greedy_ids))
+    _check_scores(scores)
+    return scores
+
+
+def _check_scores(scores: TokenScores) -> None:
+    if len(scores.logprobs) != len(scores.greedy_ids):
+        raise CodecError(f"{len(scores.logprobs)} logprobs but {len(scores.greedy_ids)} greedy_ids; give one of each per response token")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.codec.enums import finish_reason, score_status, service_kind, trainer_role
+from shoal.codec.enums import finish_reason, inflight_mode, score_status, service_kind, trainer_role
 from shoal.codec.experience import (
     batch_from_bytes,
     batch_to_bytes,
@@ -21,9 +21,8 @@ from shoal.codec.experience import (
 from shoal.codec.reward import score_result_from_proto, score_result_to_proto, score_sample_from_proto, score_sample_to_proto
 from shoal.codec.rollout import check_spans, completion_from_proto, completion_to_proto
 from shoal.codec.tensor import tensor_to_proto
-from shoal.codec.weights import box_from_proto, sink_parameter_from_proto, source_shard_from_proto, source_transferred_from_proto
 from shoal.errors import CodecError
-from shoal.rpc.v1 import common_pb2, experience_pb2, reward_pb2, rollout_pb2, weights_pb2
+from shoal.rpc.v1 import common_pb2, experience_pb2, reward_pb2, rollout_pb2
 from shoal.types import Batch, MiniBatch, PolicyVersionSpan, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.codec_values import COMPLETION, EXAMPLES, RECORD, REF, same
 
@@ -125,7 +124,7 @@ def test_completion_without_finish_reason_is_refused() -> None:
         completion_from_proto(rollout_pb2.GenerateResponse())
 
 
-@pytest.mark.parametrize("codec", [finish_reason, score_status, service_kind, trainer_role])
+@pytest.mark.parametrize("codec", [finish_reason, inflight_mode, score_status, service_kind, trainer_role])
 @pytest.mark.parametrize("number", [0, 99])
 def test_enum_unspecified_and_unknown_numbers_are_refused(codec: Any, number: int) -> None:  # noqa: ANN401 - one generic class each
     with pytest.raises(CodecError, match=f"{number} is unknown"):
@@ -179,30 +178,3 @@ def test_score_sample_row_that_json_cannot_carry_is_refused() -> None:
     sample: ScoreSample = dataclasses.replace(example, row={"x": object()})
     with pytest.raises(CodecError, match="row of sample u/0/1 is not JSON"):
         score_sample_to_proto(sample)
-
-
-@pytest.mark.parametrize(("offsets", "sizes"), [([0], [1, 1]), ([-1], [1]), ([0], [-1])])
-def test_box_that_is_impossible_is_refused(offsets: list[int], sizes: list[int]) -> None:
-    with pytest.raises(CodecError, match="box offsets"):
-        box_from_proto(weights_pb2.Box(offsets=offsets, sizes=sizes))
-
-
-@pytest.mark.parametrize(("shape", "offsets", "sizes"), [([4], [3], [2]), ([4], [], []), ([4, 4], [0], [4]), ([-4], [0], [0])])
-def test_source_shard_outside_its_tensor_is_refused(shape: list[int], offsets: list[int], sizes: list[int]) -> None:
-    message = weights_pb2.SourceShard(
-        name="w", shape=shape, dtype=common_pb2.DATA_TYPE_FLOAT32, box=weights_pb2.Box(offsets=offsets, sizes=sizes)
-    )
-    with pytest.raises(CodecError, match="w"):
-        source_shard_from_proto(message)
-
-
-def test_sink_parameter_with_negative_offset_is_refused() -> None:
-    message = weights_pb2.SinkParameter(name="w", shape=[1], dtype=common_pb2.DATA_TYPE_FLOAT32, staging_offset_bytes=-8)
-    with pytest.raises(CodecError, match="staging offset of w is -8"):
-        sink_parameter_from_proto(message)
-
-
-def test_transferred_digests_naming_a_server_twice_are_refused() -> None:
-    sinks = [weights_pb2.SinkDigests(server_id="a"), weights_pb2.SinkDigests(server_id="a")]
-    with pytest.raises(CodecError, match="twice"):
-        source_transferred_from_proto(weights_pb2.TransferSourceResponse(sinks=sinks))
