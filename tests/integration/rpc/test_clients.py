@@ -13,24 +13,18 @@ import pytest
 from shoal.clients.reward import RewardClient
 from shoal.clients.rollout import RolloutClient
 from shoal.clients.trainer import TrainerClient
-from shoal.clients.weights import WeightSinkClient, WeightSourceClient
 from shoal.codec.reward import score_result_to_proto
 from shoal.codec.rollout import completion_to_proto
-from shoal.codec.weights import copy_digest_from_proto, sink_layout_from_proto, sink_layout_to_proto, source_shard_to_proto
 from shoal.errors import CodecError, ConfigError, DeadlineError, InvalidRequestError, StalePolicyError, UnavailableError
 from shoal.rpc.v1 import (
     experience_pb2,
     reward_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
 )
 from shoal.types import (
     Batch,
-    Box,
     Completion,
-    CopyDigest,
     FinishReason,
     MiniBatch,
     PolicyVersionSpan,
@@ -39,14 +33,8 @@ from shoal.types import (
     ScoreResult,
     ScoreSample,
     ScoreStatus,
-    SinkCommitted,
-    SinkLayout,
-    SinkParameter,
-    SinkRegion,
-    SinkVerified,
-    SinkWorkerLayout,
-    SourcePrepared,
-    SourceShard,
+    TokenScores,
+    TokenSequence,
     UpdateResult,
 )
 from tests.helpers.rpc_child import describe_scorer
@@ -233,6 +221,7 @@ BATCH = Batch(run_id="r", step=4, ranks=((MiniBatch(micro_batches=((REF,), ())),
 class _FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self) -> None:
         self.batch = experience_pb2.Batch()
+        self.num_forgotten = 0
 
     async def ForwardBatch(self, request: trainer_pb2.ForwardBatchRequest, context: object) -> trainer_pb2.ForwardBatchResponse:
         self.batch = request.batch
@@ -245,6 +234,11 @@ class _FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def UpdateBatch(self, request: trainer_pb2.UpdateBatchRequest, context: object) -> trainer_pb2.UpdateBatchResponse:
         return trainer_pb2.UpdateBatchResponse(policy_version=request.step, applied=True, metrics={"loss": float("inf")})
+
+    async def ScoreTokens(self, request: trainer_pb2.ScoreTokensRequest, context: object) -> trainer_pb2.ScoreTokensResponse:
+        lengths = [max(len(sequence.response_ids) - self.num_forgotten, 0) for sequence in request.sequences]
+        scores = [trainer_pb2.TokenScores(logprobs=[-0.5] * length, greedy_ids=[length] * length) for length in lengths]
+        return trainer_pb2.ScoreTokensResponse(scores=scores, policy_version=8)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: object) -> trainer_pb2.ExportModelResponse:
         return trainer_pb2.ExportModelResponse(folder=request.folder, policy_version=9, num_bytes=1 << 40)
@@ -267,104 +261,19 @@ async def test_trainer_client_carries_every_command() -> None:
         assert (await client.describe(timeout_s=5)).world_size == 2
 
 
-BOX = Box(offsets=(0, 2), sizes=(4, 2))
-DIGEST = CopyDigest(worker_rank=1, parameter="w", parameter_box=BOX, xxh3=2**64 - 1)
-
-
-def _layout(num_parameters: int) -> SinkLayout:
-    names = [f"model.layers.{index}.mlp.gate_up_proj.weight" for index in range(num_parameters)]
-    parameters = tuple(SinkParameter(name=name, shape=(4, 4), dtype="bfloat16", staging_offset_bytes=32) for name in names)
-    regions = tuple(SinkRegion(parameter=name, source_name=name, source_box=BOX, parameter_box=BOX) for name in names)
-    worker = SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=regions, staging_path="/dev/shm/x", staging_bytes=64)
-    return SinkLayout(server_id="rollout-0", workers=(worker,))
-
-
-class _FakePush(weights_pb2_grpc.WeightSinkServiceServicer):
-    def __init__(self, layout: SinkLayout) -> None:
-        self.layout = layout
-        self.digests: list[CopyDigest] = []
-
-    async def PrepareSink(self, request: weights_pb2.PrepareSinkRequest, context: object) -> weights_pb2.PrepareSinkResponse:
-        return weights_pb2.PrepareSinkResponse(layout=sink_layout_to_proto(self.layout), served_policy_version=request.policy_version - 1)
-
-    async def VerifySink(self, request: weights_pb2.VerifySinkRequest, context: object) -> weights_pb2.VerifySinkResponse:
-        self.digests = [copy_digest_from_proto(digest) for digest in request.digests]
-        return weights_pb2.VerifySinkResponse(num_bytes=5, verify_ms=0.5)
-
-    async def CommitSink(self, request: weights_pb2.CommitSinkRequest, context: object) -> weights_pb2.CommitSinkResponse:
-        return weights_pb2.CommitSinkResponse(policy_version=request.policy_version, pause_ms=1.5)
-
-    async def AbortSink(self, request: weights_pb2.AbortSinkRequest, context: object) -> weights_pb2.AbortSinkResponse:
-        return weights_pb2.AbortSinkResponse(served_policy_version=6)
-
-
-async def test_sink_client_carries_every_stage() -> None:
-    servicer = _FakePush(_layout(2))
+async def test_trainer_client_scores_every_response_token_or_fails() -> None:
+    servicer = _FakeTrainer()
+    sequences = [TokenSequence(prompt_ids=(1,), response_ids=(5, 6)), TokenSequence(prompt_ids=(1, 2), response_ids=())]
     async with (
-        serving(
-            lambda s: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(servicer, s), "shoal.rpc.v1.WeightSinkService"
-        ) as address,
-        WeightSinkClient(address, PLAINTEXT) as client,
+        serving(lambda s: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, s), "shoal.rpc.v1.TrainerService") as address,
+        TrainerClient(address, PLAINTEXT) as client,
     ):
-        assert await client.prepare("p", 7, timeout_s=5) == (_layout(2), 6)
-        assert await client.verify("p", 7, "hash", [DIGEST], timeout_s=5) == SinkVerified(num_bytes=5, verify_ms=0.5)
-        assert servicer.digests == [DIGEST]
-        assert await client.commit("p", 7, timeout_s=5) == SinkCommitted(policy_version=7, pause_ms=1.5)
-        assert await client.abort("p", timeout_s=5) == 6
-
-
-async def test_sink_client_layout_of_fifty_thousand_names_passes() -> None:
-    layout = _layout(50_000)
-    assert sink_layout_to_proto(layout).ByteSize() > 4 << 20
-    servicer = _FakePush(layout)
-    async with (
-        serving(
-            lambda s: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(servicer, s), "shoal.rpc.v1.WeightSinkService"
-        ) as address,
-        WeightSinkClient(address, PLAINTEXT) as client,
-    ):
-        received, _ = await client.prepare("p", 1, timeout_s=60)
-    assert received == layout
-
-
-SHARD = SourceShard(name="w", shape=(4, 4), dtype="float32", rank=1, box=BOX)
-
-
-class _FakeSource(weights_pb2_grpc.WeightSourceServiceServicer):
-    def __init__(self) -> None:
-        self.sinks: list[SinkLayout] = []
-        self.aborted = ""
-
-    async def DescribeSource(self, request: weights_pb2.DescribeSourceRequest, context: object) -> weights_pb2.DescribeSourceResponse:
-        return weights_pb2.DescribeSourceResponse(shards=[source_shard_to_proto(SHARD)], policy_version=3)
-
-    async def PrepareSource(self, request: weights_pb2.PrepareSourceRequest, context: object) -> weights_pb2.PrepareSourceResponse:
-        self.sinks = [sink_layout_from_proto(sink) for sink in request.sinks]
-        return weights_pb2.PrepareSourceResponse(plan_hash="h", num_copies=2, num_bytes=64)
-
-    async def TransferSource(self, request: weights_pb2.TransferSourceRequest, context: object) -> weights_pb2.TransferSourceResponse:
-        raise StalePolicyError(f"push {request.push_id} is over")
-
-    async def AbortSource(self, request: weights_pb2.AbortSourceRequest, context: object) -> weights_pb2.AbortSourceResponse:
-        self.aborted = request.push_id
-        return weights_pb2.AbortSourceResponse()
-
-
-async def test_source_client_carries_every_stage() -> None:
-    servicer = _FakeSource()
-    async with (
-        serving(
-            lambda s: weights_pb2_grpc.add_WeightSourceServiceServicer_to_server(servicer, s), "shoal.rpc.v1.WeightSourceService"
-        ) as address,
-        WeightSourceClient(address, PLAINTEXT) as client,
-    ):
-        assert await client.describe(timeout_s=5) == ([SHARD], 3)
-        assert await client.prepare("p", 4, [_layout(1)], timeout_s=5) == SourcePrepared(plan_hash="h", num_copies=2, num_bytes=64)
-        assert servicer.sinks == [_layout(1)]
-        with pytest.raises(StalePolicyError, match="push p is over"):
-            await client.transfer("p", timeout_s=5)
-        await client.abort("p", timeout_s=5)
-    assert servicer.aborted == "p"
+        scores, policy_version = await client.score_tokens(sequences, timeout_s=5)
+        assert policy_version == 8
+        assert scores == [TokenScores(logprobs=(-0.5, -0.5), greedy_ids=(2, 2)), TokenScores(logprobs=(), greedy_ids=())]
+        servicer.num_forgotten = 1
+        with pytest.raises(CodecError, match=r"responses of \[2, 0\] tokens .* scores of \[1, 0\]"):
+            await client.score_tokens(sequences, timeout_s=5)
 
 
 async def test_describe_rollout_reads_every_field() -> None:
