@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.types.weights import Box, SinkLayout, SinkParameter, SinkRegion, SinkWorkerLayout, SourceShard
+from shoal.types.weights import (
+    Box,
+    Place,
+    SinkLayout,
+    SinkParameter,
+    SinkRegion,
+    SinkWorkerLayout,
+    SourceLayout,
+    SourceTensor,
+    TensorShard,
+)
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 ALIGNMENT_BYTES = 64
+HERE = Place(host_id="here", device="cpu")
+NOWHERE = {"shm": "/nowhere"}
 
 
 def box(*ranges: tuple[int, int]) -> Box:
@@ -25,16 +37,26 @@ def columns_of(shape: Sequence[int], start: int, end: int) -> Box:
     return box((0, shape[0]), (start, end))
 
 
-def fsdp_shards(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> list[SourceShard]:
-    """Shards along dim 0 as FSDP2 cuts them: ceil-sized chunks, the last ones smaller or empty."""
-    shards = []
-    for name, shape in shapes.items():
-        chunk = -(-shape[0] // num_ranks)
-        for rank in range(num_ranks):
-            start, end = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-            if end > start:
-                shards.append(SourceShard(name=name, shape=shape, dtype="float32", rank=rank, box=rows_of(shape, start, end)))
-    return shards
+def source_tensor(name: str, shape: tuple[int, ...], held: Iterable[tuple[int, Box]], dtype: str = "float32") -> SourceTensor:
+    """A tensor from (rank, box) of each shard."""
+    return SourceTensor(name=name, shape=shape, dtype=dtype, shards=tuple(TensorShard(rank=rank, box=box) for rank, box in held))
+
+
+def source_layout(tensors: Iterable[SourceTensor], num_ranks: int, place: Place = HERE) -> SourceLayout:
+    """A gang whose ranks all run at one place."""
+    return SourceLayout(source_id="gang", tensors=tuple(tensors), places=(place,) * num_ranks)
+
+
+def fsdp_boxes(shape: tuple[int, ...], num_ranks: int) -> list[tuple[int, Box]]:
+    """(rank, box) along dim 0 as FSDP2 cuts: ceil-sized chunks, the last ones smaller or empty."""
+    chunk = -(-shape[0] // num_ranks)
+    starts = [min(rank * chunk, shape[0]) for rank in range(num_ranks + 1)]
+    return [(rank, rows_of(shape, starts[rank], starts[rank + 1])) for rank in range(num_ranks) if starts[rank] < starts[rank + 1]]
+
+
+def fsdp_source(shapes: Mapping[str, tuple[int, ...]], num_ranks: int, *, dtype: str = "float32") -> SourceLayout:
+    """Every tensor cut along dim 0 over all ranks."""
+    return source_layout((source_tensor(name, shape, fsdp_boxes(shape, num_ranks), dtype) for name, shape in shapes.items()), num_ranks)
 
 
 def staged(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> tuple[tuple[SinkParameter, ...], int]:
@@ -65,6 +87,24 @@ def stack_rows(parameter: str, parts: Sequence[tuple[str, tuple[int, ...], int, 
     return regions
 
 
+def sink_worker(
+    worker_rank: int,
+    parameters: tuple[SinkParameter, ...],
+    regions: Iterable[SinkRegion],
+    staging_bytes: int,
+    endpoints: Mapping[str, str] = NOWHERE,
+) -> SinkWorkerLayout:
+    """A worker that runs where the gang does."""
+    return SinkWorkerLayout(
+        worker_rank=worker_rank,
+        parameters=parameters,
+        regions=tuple(regions),
+        staging_bytes=staging_bytes,
+        place=HERE,
+        endpoints=endpoints,
+    )
+
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, PADDED_VOCAB = 8, 4, 2, 2, 6, 7, 8
 LAYER = "model.layers.0"
 
@@ -89,7 +129,7 @@ def decoder_shapes(*, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder_worker(
-    worker_rank: int, tp: int, *, separate_head: bool, dtype: str = "float32", staging_path: str = "/nowhere"
+    worker_rank: int, tp: int, *, separate_head: bool, dtype: str = "float32", endpoints: Mapping[str, str] = NOWHERE
 ) -> SinkWorkerLayout:
     """One engine worker of the decoder under tensor parallelism, fused and cut as vLLM does: padded vocabulary, qkv, gate_up."""
     hf = decoder_shapes(tied=False)
@@ -127,13 +167,7 @@ def decoder_worker(
     if separate_head:
         vocabulary("lm_head.weight", "lm_head.weight")
     parameters, staging_bytes = staged(shapes, dtype)
-    return SinkWorkerLayout(
-        worker_rank=worker_rank,
-        parameters=parameters,
-        regions=tuple(regions),
-        staging_path=staging_path,
-        staging_bytes=staging_bytes,
-    )
+    return sink_worker(worker_rank, parameters, regions, staging_bytes, endpoints)
 
 
 def decoder_sink(server_id: str, tp: int, *, separate_head: bool = True, dtype: str = "float32") -> SinkLayout:
