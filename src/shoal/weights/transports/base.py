@@ -11,23 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.types.weights import Box, SinkParameter, SinkWorkerLayout
 from shoal.weights.buckets import Bucket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """Changed elements of a bucket: positions in its elements (pieces one after another, row-major), and their new values.
-
-    positions: [C] int64, increasing. values: [C] in the serving dtype, bfloat16 as int16 bits.
-    """
-
-    positions: NDArray[np.int64]
-    values: NDArray[np.generic]
+from shoal.weights.delta import Delta as Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +69,14 @@ class SourceLink(Protocol):
 
 
 class SourceTransport(Protocol):
-    """The trainer's end of every transport; keeps mappings, channels and groups from push to push."""
+    """The trainer's end of every transport; keeps mappings, channels and groups from push to push.
+
+    May be used by several threads at once; each of its links by one.
+    """
+
+    def prepare(self, worker: SinkWorkerLayout, transport: str) -> None:
+        """Do in PREPARE what the first `open` would take long for, such as mapping a worker's memory. Raises: as open."""
+        ...
 
     def open(self, request: LinkRequest, transport: str) -> SourceLink:
         """Reach a worker's staging through a named transport.
