@@ -17,12 +17,12 @@ from shoal.algo.kl import k1, k3, token_kl
 from shoal.algo.masking import masked_moments, select
 from shoal.algo.registry import GROUP_ESTIMATORS, advantage_estimator, policy_loss
 from shoal.config.models import RunConfig
-from shoal.types import Batch, TrainerRole, UpdateResult
+from shoal.types import Batch, TokenScores, TokenSequence, TrainerRole, UpdateResult
 from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
-from shoal_trainer.models import PolicyModel, forget_passes
+from shoal_trainer.models import PolicyModel, forget_passes, sampled_vocab_size
 from shoal_trainer.optimizer import Optimizer
 from shoal_trainer.passes import (
     backward_over_ranks,
@@ -35,6 +35,7 @@ from shoal_trainer.passes import (
     update_result,
 )
 from shoal_trainer.rows import join_rows, split_rows
+from shoal_trainer.scoring import ScoringLimits, score_sequences
 from shoal_trainer.step_ledger import StepLedger, StepStage
 
 
@@ -180,6 +181,23 @@ class Actor:
         self._ledger.advance(StepStage.UPDATED, result)
         self._step = None
         return result
+
+    def score_tokens(self, sequences: Sequence[TokenSequence]) -> list[TokenScores]:
+        """Score responses under the policy as it is; may come between any two commands of a step and changes none of them.
+
+        Returns: one entry per sequence on rank 0, nothing on the others.
+        Raises: InvalidRequestError: too many, too long, or an id outside the vocabulary.
+        """
+        limits = ScoringLimits(
+            vocab_size=sampled_vocab_size(self._policy.language_model.config),
+            max_tokens=self._config.data.max_prompt_tokens + self._config.rollout.max_new_tokens,
+            pass_tokens=self._config.actor.micro_batch_tokens,
+        )
+        scores = score_sequences(self._policy, sequences, limits, self._context.device)
+        # The passes of a kept graph must not be forgotten: their backward is still to come.
+        if self._step is None or not self._step.has_graph:
+            forget_passes(self._policy)
+        return scores if self._context.rank == 0 else []
 
     @property
     def _has_critic(self) -> bool:

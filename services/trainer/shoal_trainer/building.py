@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shoal.config.models import GangSection, RunConfig
 from shoal.errors import InvalidRequestError
 from shoal.queue.records import RecordReader
-from shoal.types import ExportResult, TrainerDescription, TrainerRole
+from shoal.types import ExportResult, Place, TokenScores, TokenSequence, TrainerDescription, TrainerRole
+from shoal.weights.places import host_id
 from shoal_trainer.actor import Actor
 from shoal_trainer.buckets import pass_overhead_tokens
 from shoal_trainer.commands import TrainerCommands
 from shoal_trainer.critic import Critic
-from shoal_trainer.distributed import RankContext
+from shoal_trainer.distributed import RankContext, prepare_thread, shared_random_id
 from shoal_trainer.export import Exporter
 from shoal_trainer.loading import BatchLoader, RecordSource
 from shoal_trainer.models import load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
+
+if TYPE_CHECKING:
+    from shoal_trainer.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ def build_rank(config: RunConfig, role: TrainerRole, context: RankContext) -> Ra
     records = RecordReader(config.redis.url, config.run.id)
     if role is TrainerRole.CRITIC:
         critic = build_critic(config, context, records)
-        commands = TrainerCommands(critic, _refuse_export)
+        commands = TrainerCommands(critic, _refuse_export, _refuse_scores)
         return RankParts(
             trainer=critic, handlers=commands.handlers(), independent=frozenset(), num_parameters=num_parameters(critic.module)
         )
@@ -87,15 +92,15 @@ def _loader(config: RunConfig, context: RankContext, records: RecordSource, modu
 
 
 def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankParts:
-    from shoal.weights.transports.factory import open_source_transport
     from shoal_trainer.weight_servicer import WeightCommands
-    from shoal_trainer.weight_source import WeightSource
 
     exporter = Exporter(actor.module, config.model.path, context)
-    transport = open_source_transport(config.push)
-    source = WeightSource(named_shards(actor.module), context.rank, context.world_size, transport, lambda: actor.policy_version)
-    weights = WeightCommands(source, lambda: actor.policy_version).handlers()
-    trainer = TrainerCommands(actor, lambda folder: exporter.export(folder, actor.policy_version)).handlers()
+    weights = WeightCommands(_weight_source(config, context, actor), lambda: actor.policy_version).handlers()
+    trainer = TrainerCommands(
+        actor,
+        lambda folder: exporter.export(folder, actor.policy_version),
+        lambda sequences: (actor.score_tokens(sequences), actor.policy_version),
+    ).handlers()
     return RankParts(
         trainer=actor,
         handlers={**trainer, **weights},
@@ -104,5 +109,29 @@ def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankP
     )
 
 
+def _weight_source(config: RunConfig, context: RankContext, actor: Actor) -> WeightSource:
+    from shoal.weights.transports.factory import open_source_transport
+    from shoal_trainer.weight_source import SourceIdentity, WeightSource
+
+    identity = SourceIdentity(
+        rank=context.rank,
+        world_size=context.world_size,
+        source_id=shared_random_id(context),
+        place=Place(host_id=host_id(config.push.shm_dir), device=context.device.type),
+    )
+    return WeightSource(
+        named_shards(actor.module),
+        identity,
+        open_source_transport(config.push, config.security),
+        config.push,
+        policy_version=lambda: actor.policy_version,
+        prepare_thread=partial(prepare_thread, config.actor, context.device),
+    )
+
+
 def _refuse_export(folder: str) -> ExportResult:
     raise InvalidRequestError(f"export to {folder!r} was sent to the critic; only the actor's policy is exported")
+
+
+def _refuse_scores(sequences: Sequence[TokenSequence]) -> tuple[list[TokenScores], int]:
+    raise InvalidRequestError(f"{len(sequences)} sequences to score were sent to the critic; only the actor scores tokens")

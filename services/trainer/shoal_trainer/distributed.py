@@ -7,6 +7,7 @@ the next collective, so that no rank is left waiting for one that gave up.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ def join_gang(gang: GangSection) -> RankContext:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     return RankContext(rank=rank, world_size=world_size, device=device, mesh=mesh)
+
+
+def shared_random_id(context: RankContext) -> str:
+    """A random name that is the same on all ranks and for no other start of a gang; enters a collective."""
+    drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=context.device)
+    if context.world_size > 1:
+        dist.broadcast(drawn, src=0)
+    return bytes(drawn.tolist()).hex()
 
 
 def prepare_thread(gang: GangSection, device: torch.device) -> None:

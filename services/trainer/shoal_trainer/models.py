@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from shoal.algo.logprobs import token_logprobs
@@ -67,6 +67,21 @@ class PolicyModel(nn.Module):
             chunk_elements=CHUNK_ELEMENTS,
         )
 
+    def score(self, input_ids: Tensor, positions: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Score tokens at temperature 1, and find the most probable ones; call it without gradients.
+
+        Args: as `forward`.
+        Returns: log-probabilities, [N] float32, and greedy ids, [N] int64.
+        """
+        hidden = _last_hidden(self.language_model.get_decoder(), input_ids, positions)
+        weight = self.language_model.get_output_embeddings().weight
+        logprobs, _ = token_logprobs(
+            hidden, weight, token_ids, vocab_size=self._vocab_size, with_entropy=False, chunk_elements=CHUNK_ELEMENTS
+        )
+        rows = max(1, CHUNK_ELEMENTS // self._vocab_size)
+        greedy = [(part @ weight[: self._vocab_size].T).argmax(dim=-1) for part in torch.split(hidden, rows)]
+        return logprobs, torch.cat(greedy)
+
 
 class ValueHead(nn.Module):
     """A linear map to one number, kept in float32; zero at first, so that the first advantages are the rewards themselves."""
@@ -114,6 +129,8 @@ def load_policy(path: str, model: ModelSection, gang: GangSection, context: Rank
     _check_logits(language_model, path)
     policy = PolicyModel(language_model).eval().requires_grad_(trainable)
     _shard(policy, language_model, gang, context)
+    # FSDP gathers parameters around `forward` alone unless it is told of other ways in.
+    register_fsdp_forward_method(policy, "score")
     return policy
 
 

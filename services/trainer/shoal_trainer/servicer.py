@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from shoal.codec.services import trainer_description_to_proto
 from shoal.rpc.v1 import trainer_pb2, trainer_pb2_grpc
 from shoal.types import TrainerDescription
-from shoal_trainer.commands import ADVANTAGES, EXPORT, FORWARD, UPDATE
+from shoal_trainer.commands import ADVANTAGES, EXPORT, FORWARD, SCORE, UPDATE
 
 SERVICE_NAME = "shoal.rpc.v1.TrainerService"
 
@@ -66,6 +66,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.UpdateBatchResponse:
         """Run the optimizer steps."""
         return trainer_pb2.UpdateBatchResponse.FromString(await self._run(UPDATE, request.SerializeToString(), context))
+
+    async def ScoreTokens(
+        self,
+        request: trainer_pb2.ScoreTokensRequest,
+        context: Any,  # noqa: ANN401
+    ) -> trainer_pb2.ScoreTokensResponse:
+        """Score given responses."""
+        return trainer_pb2.ScoreTokensResponse.FromString(await self._run(SCORE, request.SerializeToString(), context))
 
     async def ExportModel(
         self,

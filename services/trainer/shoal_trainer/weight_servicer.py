@@ -6,24 +6,32 @@ the servicer puts the answers together. No collective is entered, so a push neve
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from shoal.codec.layouts import sink_targets_from_proto, source_layout_from_proto, source_layout_to_proto
 from shoal.codec.weights import (
-    sink_layout_from_proto,
-    source_prepared_to_proto,
-    source_shard_from_proto,
-    source_shard_to_proto,
+    planned_servers_from_proto,
+    planned_servers_to_proto,
+    source_digests_from_proto,
+    source_digests_to_proto,
+    source_transferred_from_proto,
     source_transferred_to_proto,
 )
 from shoal.errors import InternalError
 from shoal.rpc.v1 import weights_pb2, weights_pb2_grpc
-from shoal.types.weights import SourcePrepared, SourceTransferred
+from shoal.types.weights import PlannedServer, ServerTransfer, SourceLayout, SourceTransferred
 from shoal_trainer.weight_source import WeightSource
 
 SERVICE_NAME = "shoal.rpc.v1.WeightSourceService"
-DESCRIBE, PREPARE, TRANSFER, ABORT = "weights.describe", "weights.prepare", "weights.transfer", "weights.abort"
+DESCRIBE, PREPARE, TRANSFER, ABORT, DIGEST = (
+    "weights.describe",
+    "weights.prepare",
+    "weights.transfer",
+    "weights.abort",
+    "weights.digest",
+)
 
 
 class WeightGang(Protocol):
@@ -45,37 +53,49 @@ class WeightCommands:
     def __init__(self, source: WeightSource, policy_version: Callable[[], int]) -> None:
         self._source = source
         self._policy_version = policy_version
+        self._decoded: tuple[bytes, SourceLayout] | None = None
 
     def handlers(self) -> Mapping[str, Callable[[bytes], bytes]]:
         """The commands that a rank must be able to run."""
-        return {DESCRIBE: self._describe, PREPARE: self._prepare, TRANSFER: self._transfer, ABORT: self._abort}
+        return {
+            DESCRIBE: self._describe,
+            PREPARE: self._prepare,
+            TRANSFER: self._transfer,
+            ABORT: self._abort,
+            DIGEST: self._digest,
+        }
 
     def _describe(self, _payload: bytes) -> bytes:
-        shards = [source_shard_to_proto(shard) for shard in self._source.describe()]
-        return weights_pb2.DescribeSourceResponse(shards=shards, policy_version=self._policy_version()).SerializeToString()
+        layout = source_layout_to_proto(self._source.describe())
+        return weights_pb2.DescribeSourceResponse(layout=layout, policy_version=self._policy_version()).SerializeToString()
 
     def _prepare(self, payload: bytes) -> bytes:
         message = weights_pb2.PrepareRankRequest.FromString(payload)
-        plan_hash, num_copies, num_bytes = self._source.prepare(
-            message.request.push_id,
-            message.request.policy_version,
-            [source_shard_from_proto(shard) for shard in message.shards],
-            [sink_layout_from_proto(sink) for sink in message.request.sinks],
+        request = message.request
+        planned = self._source.prepare(
+            request.push_id, request.policy_version, self._layout(message.source), sink_targets_from_proto(request.sinks)
         )
-        prepared = SourcePrepared(plan_hash=plan_hash, num_copies=num_copies, num_bytes=num_bytes)
-        return source_prepared_to_proto(prepared).SerializeToString()
+        return planned_servers_to_proto(planned).SerializeToString()
 
     def _transfer(self, payload: bytes) -> bytes:
-        started_s = time.monotonic()
-        digests = self._source.transfer(weights_pb2.TransferSourceRequest.FromString(payload).push_id)
-        transferred = SourceTransferred(
-            digests=digests, num_bytes=self._source.transferred_bytes, transfer_ms=(time.monotonic() - started_s) * 1e3
-        )
+        request = weights_pb2.TransferSourceRequest.FromString(payload)
+        transferred = self._source.transfer(request.push_id, dict(request.collective_groups))
         return source_transferred_to_proto(transferred).SerializeToString()
 
     def _abort(self, payload: bytes) -> bytes:
         self._source.abort(weights_pb2.AbortSourceRequest.FromString(payload).push_id)
         return b""
+
+    def _digest(self, payload: bytes) -> bytes:
+        request = weights_pb2.DigestSourceRequest.FromString(payload)
+        return source_digests_to_proto(self._source.digest(request.policy_version, dict(request.plan_hashes))).SerializeToString()
+
+    def _layout(self, message: weights_pb2.SourceLayout) -> SourceLayout:
+        """Decode the gang's layout, once while it stays the same: that of a large gang has many boxes."""
+        data = message.SerializeToString(deterministic=True)
+        if self._decoded is None or self._decoded[0] != data:
+            self._decoded = data, source_layout_from_proto(message)
+        return self._decoded[1]
 
 
 class WeightSourceServicer(weights_pb2_grpc.WeightSourceServiceServicer):
@@ -97,20 +117,22 @@ class WeightSourceServicer(weights_pb2_grpc.WeightSourceServiceServicer):
         request: weights_pb2.PrepareSourceRequest,
         context: Any,  # noqa: ANN401
     ) -> weights_pb2.PrepareSourceResponse:
-        """Plan on every rank; all must come to the same plan."""
+        """Plan on every rank; all must come to the same plans."""
         described = await self._describe(context.time_remaining())
-        payload = weights_pb2.PrepareRankRequest(request=request, shards=described.shards).SerializeToString()
+        payload = weights_pb2.PrepareRankRequest(request=request, source=described.layout).SerializeToString()
         results = await self._gang.run(PREPARE, payload, context.time_remaining())
-        return _join_prepared([weights_pb2.PrepareSourceResponse.FromString(result) for result in results])
+        planned = [planned_servers_from_proto(weights_pb2.PrepareSourceResponse.FromString(result)) for result in results]
+        return planned_servers_to_proto(_join_planned(planned))
 
     async def TransferSource(
         self,
         request: weights_pb2.TransferSourceRequest,
         context: Any,  # noqa: ANN401
     ) -> weights_pb2.TransferSourceResponse:
-        """Write on every rank."""
+        """Send from every rank."""
         results = await self._gang.run(TRANSFER, request.SerializeToString(), context.time_remaining())
-        return _join_transferred([weights_pb2.TransferSourceResponse.FromString(result) for result in results])
+        answers = [source_transferred_from_proto(weights_pb2.TransferSourceResponse.FromString(result)) for result in results]
+        return source_transferred_to_proto(_join_transferred(answers))
 
     async def AbortSource(
         self,
@@ -121,38 +143,68 @@ class WeightSourceServicer(weights_pb2_grpc.WeightSourceServiceServicer):
         await self._gang.run(ABORT, request.SerializeToString(), context.time_remaining())
         return weights_pb2.AbortSourceResponse()
 
+    async def DigestSource(
+        self,
+        request: weights_pb2.DigestSourceRequest,
+        context: Any,  # noqa: ANN401
+    ) -> weights_pb2.DigestSourceResponse:
+        """Digest on every rank."""
+        results = await self._gang.run(DIGEST, request.SerializeToString(), context.time_remaining())
+        answers = [source_digests_from_proto(weights_pb2.DigestSourceResponse.FromString(result)) for result in results]
+        joined = {
+            server_id: tuple(itertools.chain.from_iterable(answer[server_id] for answer in answers)) for server_id in request.plan_hashes
+        }
+        return source_digests_to_proto(joined)
+
     async def _describe(self, timeout_s: float) -> weights_pb2.DescribeSourceResponse:
         results = await self._gang.run(DESCRIBE, b"", timeout_s)
         answers = [weights_pb2.DescribeSourceResponse.FromString(result) for result in results]
-        versions = {answer.policy_version for answer in answers}
-        if len(versions) != 1:
-            msg = f"ranks hold policy versions {[answer.policy_version for answer in answers]}; restart the gang"
+        versions = [answer.policy_version for answer in answers]
+        if len(set(versions)) != 1:
+            msg = f"ranks hold policy versions {versions}; restart the gang"
             raise InternalError(msg)
-        shards = [shard for answer in answers for shard in answer.shards]
-        return weights_pb2.DescribeSourceResponse(shards=shards, policy_version=versions.pop())
+        return weights_pb2.DescribeSourceResponse(layout=_join_layouts([answer.layout for answer in answers]), policy_version=versions[0])
 
 
-def _join_prepared(answers: Sequence[weights_pb2.PrepareSourceResponse]) -> weights_pb2.PrepareSourceResponse:
-    hashes = {answer.plan_hash for answer in answers}
-    if len(hashes) != 1:
-        msg = f"ranks planned differently: {[answer.plan_hash[:12] for answer in answers]}; do all run the same Shoal?"
-        raise InternalError(msg)
-    return weights_pb2.PrepareSourceResponse(
-        plan_hash=hashes.pop(),
-        num_copies=sum(answer.num_copies for answer in answers),
-        num_bytes=sum(answer.num_bytes for answer in answers),
+def _join_layouts(layouts: Sequence[weights_pb2.SourceLayout]) -> weights_pb2.SourceLayout:
+    """What the whole gang holds, from what each rank holds."""
+    described = [[(tensor.name, list(tensor.shape), tensor.dtype) for tensor in layout.tensors] for layout in layouts]
+    for rank, tensors in enumerate(described):
+        if tensors != described[0] or layouts[rank].source_id != layouts[0].source_id:
+            differing = [theirs[0] for theirs, ours in zip(tensors, described[0], strict=False) if theirs != ours]
+            msg = f"rank {rank} holds other tensors than rank 0, first {differing[:1]}; do all ranks belong to one gang?"
+            raise InternalError(msg)
+    joined = weights_pb2.SourceLayout(source_id=layouts[0].source_id, places=[place for layout in layouts for place in layout.places])
+    for parts in zip(*(layout.tensors for layout in layouts), strict=True):
+        first = parts[0]
+        shards = [shard for part in parts for shard in part.shards]
+        joined.tensors.add(name=first.name, shape=first.shape, dtype=first.dtype, shards=shards)
+    return joined
+
+
+def _join_planned(answers: Sequence[dict[str, PlannedServer]]) -> dict[str, PlannedServer]:
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            hashes = [{server_id: planned.plan_hash[:12] for server_id, planned in one.items()} for one in (answers[0], answer)]
+            msg = f"ranks planned differently: rank 0 {hashes[0]}, rank {rank} {hashes[1]}; do all run the same Shoal?"
+            raise InternalError(msg)
+    return answers[0]
+
+
+def _join_transferred(answers: Sequence[SourceTransferred]) -> SourceTransferred:
+    """Every server over all ranks; the slowest rank's time."""
+    return SourceTransferred(
+        servers={server_id: _join_server([answer.servers[server_id] for answer in answers]) for server_id in answers[0].servers},
+        transfer_ms=max(answer.transfer_ms for answer in answers),
     )
 
 
-def _join_transferred(answers: Sequence[weights_pb2.TransferSourceResponse]) -> weights_pb2.TransferSourceResponse:
-    """Digests of the servers that every rank could write to; the slowest rank's time."""
-    by_rank = [{sink.server_id: sink.digests for sink in answer.sinks} for answer in answers]
-    complete = [server_id for server_id in by_rank[0] if all(server_id in sinks for sinks in by_rank)]
-    return weights_pb2.TransferSourceResponse(
-        sinks=[
-            weights_pb2.SinkDigests(server_id=server_id, digests=[digest for sinks in by_rank for digest in sinks[server_id]])
-            for server_id in complete
-        ],
-        num_bytes=sum(answer.num_bytes for answer in answers),
-        transfer_ms=max(answer.transfer_ms for answer in answers),
+def _join_server(transfers: Sequence[ServerTransfer]) -> ServerTransfer:
+    """A server got everything if it did so from every rank; what it got in part is of no use."""
+    error = "; ".join(transfer.error for transfer in transfers if transfer.error)
+    return ServerTransfer(
+        pairs=() if error else tuple(pair for transfer in transfers for pair in transfer.pairs),
+        sent_bytes=sum(transfer.sent_bytes for transfer in transfers),
+        dense_bytes=sum(transfer.dense_bytes for transfer in transfers),
+        error=error,
     )
