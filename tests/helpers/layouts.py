@@ -170,8 +170,9 @@ def decoder_worker(
     return sink_worker(worker_rank, parameters, regions, staging_bytes, endpoints)
 
 
-def decoder_sink(server_id: str, tp: int, *, separate_head: bool = True, dtype: str = "float32") -> SinkLayout:
+def decoder_sink(
+    server_id: str, tp: int, *, separate_head: bool = True, dtype: str = "float32", endpoints: Mapping[str, str] = NOWHERE
+) -> SinkLayout:
     """All workers of one server; nothing is allocated."""
-    return SinkLayout(
-        server_id=server_id, workers=tuple(decoder_worker(rank, tp, separate_head=separate_head, dtype=dtype) for rank in range(tp))
-    )
+    workers = (decoder_worker(rank, tp, separate_head=separate_head, dtype=dtype, endpoints=endpoints) for rank in range(tp))
+    return SinkLayout(server_id=server_id, workers=tuple(workers))

@@ -114,8 +114,8 @@ class Sweep:
         return expand(low, np.searchsorted(self._starts, self._keys(other.owners, other.ends), side="left"))
 
     def _keys(self, owners: Ints, coordinates: Ints) -> Ints:
-        along: Ints = np.take_along_axis(coordinates, self._dim_of[owners][:, None], axis=1)[:, 0]
-        return owners * self._stride + along
+        along = np.take_along_axis(coordinates, self._dim_of[owners][:, None], axis=1)[:, 0]
+        return owners * np.int64(self._stride) + along
 
 
 def _busiest_dim(table: BoxTable, num_owners: int) -> Ints:
@@ -125,7 +125,8 @@ def _busiest_dim(table: BoxTable, num_owners: int) -> Ints:
     for dim in range(table.width):
         distinct = np.unique(table.owners * stride + table.offsets[:, dim])
         counts[dim] = np.bincount(distinct // stride, minlength=num_owners)
-    return np.argmax(counts, axis=0).astype(np.int64)
+    busiest: Ints = np.argmax(counts, axis=0)
+    return busiest
 
 
 def expand(low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints]]:

@@ -71,6 +71,8 @@ def cover_fault(target: Box, parts: Sequence[Box]) -> str | None:
 
 def describe(box: Box) -> str:
     """A box as text: [0:4, 8:16]."""
+    if len(box.offsets) != len(box.sizes):
+        return f"offsets {list(box.offsets)} with sizes {list(box.sizes)}"
     return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True)) + "]"
 
 

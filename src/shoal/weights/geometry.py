@@ -118,4 +118,4 @@ def _digest(source: SourceIndex, sink: SinkIndex, columns: dict[str, Ints]) -> b
 
 def as_bytes(column: Ints) -> memoryview:
     """The column as little-endian bytes, so that machines agree on its hash."""
-    return memoryview(np.ascontiguousarray(column, "<i8").reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(column, "<i8").reshape(-1).view(np.uint8).data

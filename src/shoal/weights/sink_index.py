@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from shoal.errors import TransportError
@@ -43,7 +45,8 @@ class SinkIndex:
     def _add_worker(self, worker: SinkWorkerLayout) -> list[int]:
         """Append a worker's parameters and regions; answers the parameter of each region."""
         where = f"worker {worker.worker_rank} of server {self.server_id}"
-        parameters = sorted(worker.parameters, key=lambda parameter: (parameter.staging_offset_bytes, parameter.name))
+        # An empty parameter may lie at the start of the next one.
+        parameters = sorted(worker.parameters, key=lambda one: (one.staging_offset_bytes, math.prod(one.shape) > 0, one.name))
         check_unique([parameter.name for parameter in parameters], f"parameter of {where}")
         _check_staging(parameters, worker.staging_bytes, where)
         index_of = {parameter.name: len(self.parameters) + index for index, parameter in enumerate(parameters)}

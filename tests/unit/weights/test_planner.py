@@ -1,333 +1,325 @@
-"""The planner: exact cover by property tests, and every refusal."""
+"""The planner: exact cover, packing and balance by property tests."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise
+from typing import TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import TransportError
-from shoal.types.weights import Box, CopyDigest, SinkLayout, SinkParameter, SinkRegion, SinkWorkerLayout, SourceShard
-from shoal.weights import boxes
-from shoal.weights.planner import Copy, PushPlan, plan_copies
+from shoal.types.weights import BucketEncoding, PairDigests, Place, SinkLayout, SinkRegion, SourceLayout
+from shoal.weights import box_table, boxes
+from shoal.weights.buckets import Bucket
+from shoal.weights.dtypes import ITEM_BYTES
+from shoal.weights.plan import ServerPlan
+from shoal.weights.planner import plan_push, plan_server
 from tests.helpers.layouts import (
-    LAYER,
+    HERE,
     box,
     columns_of,
     decoder_shapes,
     decoder_sink,
-    decoder_worker,
-    fsdp_shards,
-    rows_of,
+    fsdp_source,
+    sink_worker,
+    source_layout,
+    source_tensor,
     stack_rows,
     staged,
 )
+from tests.helpers.random_push import carry_out, random_push, random_sink, random_source, wanted_elements
 
-QKV = f"{LAYER}.self_attn.qkv_proj.weight"
-Q = f"{LAYER}.self_attn.q_proj.weight"
+Item = TypeVar("Item")
 
-
-def elements(box: Box) -> list[tuple[int, ...]]:
-    return list(product(*(range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))))
+BUCKET_BYTES = st.sampled_from([8, 12, 24, 100, 1 << 20])
 
 
-def expected_elements(layout: SinkLayout) -> dict[tuple[int, str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
-    """Destination element to the source element that belongs there, straight from the regions."""
-    return {
-        (worker.worker_rank, region.parameter, target): (region.source_name, source)
-        for worker in layout.workers
-        for region in worker.regions
-        for target, source in zip(elements(region.parameter_box), elements(region.source_box), strict=True)
-    }
+def plan_one(source: SourceLayout, sink: SinkLayout, bucket_bytes: int = 1 << 20) -> ServerPlan:
+    return plan_server(source, sink, bucket_bytes=bucket_bytes, transport="auto")
 
 
-def check_plan(plan: PushPlan, shards: Sequence[SourceShard], layout: SinkLayout) -> None:
-    """Each destination element exactly once, from the right source element, which the copying rank holds."""
-    held = {(shard.rank, shard.name, element) for shard in shards for element in elements(shard.box)}
-    written: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
-    expected = expected_elements(layout)
-    for copy in plan.copies:
-        for target, source in zip(elements(copy.parameter_box), elements(copy.source_box), strict=True):
-            assert expected[copy.worker_rank, copy.parameter, target] == (copy.source_name, source)
-            assert (copy.rank, copy.source_name, source) in held
-            written[copy.worker_rank, copy.parameter, target] += 1
-    assert written == Counter(expected.keys())
+def all_buckets(plan: ServerPlan) -> list[Bucket]:
+    return [bucket for pair in plan.pairs() for bucket in plan.buckets(*pair)]
 
 
-def cuts(size: int, num_parts: int, draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Random uneven parts of [0, size), some of them empty."""
-    inner = sorted(draw(st.lists(st.integers(0, size), min_size=num_parts - 1, max_size=num_parts - 1)))
-    return list(zip([0, *inner], [*inner, size], strict=True))
+def assert_same_elements(plan: ServerPlan, source: SourceLayout, sink: SinkLayout, wanted_of: SinkLayout) -> None:
+    written, wanted = carry_out(plan, source, sink), wanted_elements(source, wanted_of)
+    for key, elements in wanted.items():
+        np.testing.assert_array_equal(written[key], elements, err_msg=str(key))
 
 
-@st.composite
-def random_push(draw: st.DrawFn) -> tuple[list[SourceShard], SinkLayout]:
-    """1-D or 2-D tensors on 1-4 ranks (cut along a random dim, or replicated), fused into TP 1-2 parameters."""
-    num_ranks, tp, num_dims = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    width = draw(st.integers(1, 4))
-    shapes = {f"t{index}": (draw(st.integers(1, 5)) * tp, *([width] * (num_dims - 1))) for index in range(draw(st.integers(1, 3)))}
-    shards = []
-    for name, shape in shapes.items():
-        if draw(st.booleans()):
-            dim = draw(st.integers(0, num_dims - 1))
-            parts = [
-                box(*((start, end) if d == dim else (0, size) for d, size in enumerate(shape)))
-                for start, end in cuts(shape[dim], num_ranks, draw)
-            ]
-        else:
-            parts = [box(*((0, size) for size in shape))] * num_ranks
-        shards += [
-            SourceShard(name=name, shape=shape, dtype="float32", rank=rank, box=part)
-            for rank, part in enumerate(parts)
-            if part.num_elements
+@given(random_push(), BUCKET_BYTES)
+@settings(max_examples=200, deadline=None)
+def test_plan_writes_every_element_once_for_random_layouts(push: tuple[SourceLayout, SinkLayout], bucket_bytes: int) -> None:
+    source, sink = push
+    assert_same_elements(plan_one(source, sink, bucket_bytes), source, sink, sink)
+
+
+@given(random_push(), BUCKET_BYTES)
+@settings(max_examples=100, deadline=None)
+def test_buckets_hold_one_dtype_and_are_filled_in_order(push: tuple[SourceLayout, SinkLayout], bucket_bytes: int) -> None:
+    """At most one bucket of extra memory: none is larger, and none ends while the next piece would still fit."""
+    source, sink = push
+    plan = plan_one(source, sink, bucket_bytes)
+    parameters = {(worker.worker_rank, parameter.name): parameter for worker in sink.workers for parameter in worker.parameters}
+    for rank, worker_rank in plan.pairs():
+        buckets = plan.buckets(rank, worker_rank)
+        assert [bucket.index for bucket in buckets] == list(range(plan.num_buckets_of(rank, worker_rank)))
+        assert sum(bucket.num_bytes for bucket in buckets) == plan.bytes_of(rank, worker_rank) > 0
+        for bucket in buckets:
+            assert (bucket.rank, bucket.worker_rank) == (rank, worker_rank)
+            assert {parameters[worker_rank, piece.parameter].dtype for piece in bucket.pieces} == {bucket.dtype}
+            item = ITEM_BYTES[bucket.dtype]
+            assert bucket.num_bytes == sum(piece.source_box.num_elements * item for piece in bucket.pieces) <= bucket_bytes
+        for bucket, following in pairwise(buckets):
+            first_bytes = following.pieces[0].source_box.num_elements * ITEM_BYTES[following.dtype]
+            assert bucket.dtype < following.dtype or bucket.num_bytes + first_bytes > bucket_bytes
+        places = [
+            (bucket.dtype, parameters[worker_rank, piece.parameter].staging_offset_bytes, piece.parameter_box.offsets)
+            for bucket in buckets
+            for piece in bucket.pieces
         ]
-    workers = []
-    for worker_rank in range(tp):
-        regions = stack_rows(
-            "fused", [(name, shape, worker_rank * shape[0] // tp, (worker_rank + 1) * shape[0] // tp) for name, shape in shapes.items()]
-        )
-        rows = sum(region.parameter_box.sizes[0] for region in regions)
-        parameters, staging_bytes = staged({"fused": (rows, *([width] * (num_dims - 1)))})
-        workers.append(
-            SinkWorkerLayout(
-                worker_rank=worker_rank, parameters=parameters, regions=tuple(regions), staging_path="", staging_bytes=staging_bytes
-            )
-        )
-    return shards, SinkLayout(server_id="rollout-0", workers=tuple(workers))
-
-
-@given(random_push())
-@settings(max_examples=150, deadline=None)
-def test_plan_copies_writes_every_element_once_for_random_layouts(push: tuple[list[SourceShard], SinkLayout]) -> None:
-    shards, layout = push
-    check_plan(plan_copies(shards, [layout]), shards, layout)
+        assert places == sorted(places)
+    buckets = tuple(all_buckets(plan))
+    assert (len(buckets), sum(bucket.num_bytes for bucket in buckets)) == (plan.num_buckets, plan.num_bytes)
+    assert sum(len(bucket.pieces) for bucket in buckets) == plan.num_pieces
 
 
 @given(random_push(), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
-def test_plan_copies_does_not_depend_on_the_order_of_its_input(push: tuple[list[SourceShard], SinkLayout], shuffler: random.Random) -> None:
-    shards, layout = push
-    workers = [replace(worker, regions=tuple(shuffler.sample(worker.regions, len(worker.regions)))) for worker in reversed(layout.workers)]
-    shuffled = replace(layout, workers=tuple(workers))
-    assert plan_copies(shuffler.sample(shards, len(shards)), [shuffled]) == plan_copies(shards, [layout])
+def test_plan_does_not_depend_on_the_order_of_its_input(push: tuple[SourceLayout, SinkLayout], shuffler: random.Random) -> None:
+    source, sink = push
+
+    def shuffled(items: Sequence[Item]) -> tuple[Item, ...]:
+        return tuple(shuffler.sample(items, len(items)))
+
+    workers = [replace(worker, regions=shuffled(worker.regions), parameters=shuffled(worker.parameters)) for worker in sink.workers]
+    tensors = [replace(tensor, shards=shuffled(tensor.shards)) for tensor in source.tensors]
+    one = plan_one(source, sink, 24)
+    other = plan_one(replace(source, tensors=shuffled(tensors)), replace(sink, workers=shuffled(workers)), 24)
+    assert (other.plan_hash, all_buckets(other)) == (one.plan_hash, all_buckets(one))
+
+
+@given(random_source().flatmap(lambda source: st.tuples(st.just(source), random_sink(source, "a"), random_sink(source, "b"))))
+@settings(max_examples=50, deadline=None)
+def test_plan_push_gives_each_server_the_plan_it_makes_itself(push: tuple[SourceLayout, SinkLayout, SinkLayout]) -> None:
+    source, one, other = push
+    sinks = [other, one, replace(one, server_id="c")]
+    plan = plan_push(source, sinks, bucket_bytes=24, transport="auto")
+    assert list(plan.servers) == ["a", "b", "c"]
+    assert plan.errors == {}
+    for sink in sinks:
+        own, shared = plan_one(source, sink, 24), plan.servers[sink.server_id]
+        assert (shared.plan_hash, shared.num_bytes, all_buckets(shared)) == (own.plan_hash, own.num_bytes, all_buckets(own))
+
+
+@given(random_source(replicated=True).flatmap(lambda source: st.tuples(st.just(source), random_sink(source))), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_replicated_shards_are_balanced_within_a_server_and_over_servers(push: tuple[SourceLayout, SinkLayout], num_servers: int) -> None:
+    source, sink = push
+    sinks = [replace(sink, server_id=f"rollout-{index}") for index in range(num_servers)]
+    total: Counter[int] = Counter()
+    largest = 0
+    for plan in plan_push(source, sinks, bucket_bytes=100, transport="auto").servers.values():
+        load = rank_loads(plan, len(source.places))
+        pieces = [piece.source_box.num_elements * ITEM_BYTES[bucket.dtype] for bucket in all_buckets(plan) for piece in bucket.pieces]
+        largest = max(pieces, default=0)
+        assert max(load) - min(load) <= largest
+        total.update(dict(enumerate(load)))
+    loads = [total[rank] for rank in range(len(source.places))]
+    assert max(loads) - min(loads) <= largest * num_servers
+
+
+def rank_loads(plan: ServerPlan, num_ranks: int) -> list[int]:
+    return [sum(plan.bytes_of(*pair) for pair in plan.pairs() if pair[0] == rank) for rank in range(num_ranks)]
+
+
+def replicated_source(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> SourceLayout:
+    tensors = [source_tensor(name, shape, [(rank, boxes.whole(shape)) for rank in range(num_ranks)]) for name, shape in shapes.items()]
+    return source_layout(tensors, num_ranks)
+
+
+def identity_sink(shapes: Mapping[str, tuple[int, ...]], server_id: str = "a") -> SinkLayout:
+    parameters, staging_bytes = staged(shapes)
+    regions = [
+        SinkRegion(parameter=name, source_name=name, source_box=boxes.whole(shape), parameter_box=boxes.whole(shape))
+        for name, shape in shapes.items()
+    ]
+    return SinkLayout(server_id=server_id, workers=(sink_worker(0, parameters, regions, staging_bytes),))
+
+
+def test_replicated_tensors_are_balanced_by_bytes() -> None:
+    shapes = {f"t{index}": (size,) for index, size in enumerate([8, 7, 5, 4, 3, 3, 1, 1])}
+    assert rank_loads(plan_one(replicated_source(shapes, 2), identity_sink(shapes)), 2) == [64, 64]
+
+
+def test_a_rank_that_alone_holds_much_gets_less_of_what_is_replicated() -> None:
+    shapes = {"alone": (6,), "shared": (4,), "more": (2,)}
+    everyone = replicated_source({"shared": (4,), "more": (2,)}, 2)
+    alone = source_tensor("alone", (6,), [(0, box((0, 6)))])
+    source = replace(everyone, tensors=(*everyone.tensors, alone))
+    for server_id in ("a", "b", "c", "d"):
+        assert rank_loads(plan_one(source, identity_sink(shapes, server_id)), 2) == [24, 24]
+
+
+def test_servers_begin_with_different_holders_of_a_replicated_tensor() -> None:
+    shapes = {"t": (4,)}
+    sinks = [identity_sink(shapes, f"rollout-{index}") for index in range(32)]
+    plans = plan_push(replicated_source(shapes, 4), sinks, bucket_bytes=64, transport="auto").servers
+    assert {plan.pairs()[0][0] for plan in plans.values()} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("separate_head", [False, True])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(1, 1), (2, 2), (3, 2), (4, 1)])
-def test_plan_copies_reshards_a_decoder(num_ranks: int, tp: int, separate_head: bool, tied: bool) -> None:
-    shards = fsdp_shards(decoder_shapes(tied=tied), num_ranks)
-    layout = decoder_sink("rollout-0", tp, separate_head=separate_head)
-    plan = plan_copies(shards, [layout])
-    if tied and separate_head:
-        layout = with_tied_head(layout)
-    check_plan(plan, shards, layout)
+def test_plan_reshards_a_decoder(num_ranks: int, tp: int, separate_head: bool, tied: bool) -> None:
+    source = fsdp_source(decoder_shapes(tied=tied), num_ranks)
+    sink = decoder_sink("rollout-0", tp, separate_head=separate_head)
+    wanted = with_tied_head(sink) if tied and separate_head else sink
+    assert_same_elements(plan_one(source, sink, 64), source, sink, wanted)
 
 
 def with_tied_head(layout: SinkLayout) -> SinkLayout:
     """What the plan must do when the trainer has no head of its own: take the embedding."""
-    workers = [
-        replace(
-            worker,
-            regions=tuple(
-                replace(region, source_name="model.embed_tokens.weight") if region.source_name == "lm_head.weight" else region
-                for region in worker.regions
-            ),
+    workers = []
+    for worker in layout.workers:
+        regions = (
+            replace(region, source_name="model.embed_tokens.weight") if region.source_name == "lm_head.weight" else region
+            for region in worker.regions
         )
-        for worker in layout.workers
-    ]
+        workers.append(replace(worker, regions=tuple(regions)))
     return replace(layout, workers=tuple(workers))
 
 
-def test_plan_copies_meets_shards_of_two_dims() -> None:
+def test_plan_meets_shards_of_two_dims() -> None:
     shape = (4, 6)
-    shards = [
-        SourceShard(name="w", shape=shape, dtype="float32", rank=2 * i + j, box=box((2 * i, 2 * i + 2), (3 * j, 3 * j + 3)))
-        for i in range(2)
-        for j in range(2)
-    ]
+    held = [(2 * i + j, box((2 * i, 2 * i + 2), (3 * j, 3 * j + 3))) for i in range(2) for j in range(2)]
+    source = source_layout([source_tensor("w", shape, held)], 4)
     parameters, staging_bytes = staged({"p": (4, 2)})
     region = SinkRegion(parameter="p", source_name="w", source_box=columns_of(shape, 2, 4), parameter_box=columns_of((4, 2), 0, 2))
-    worker = SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=(region,), staging_path="", staging_bytes=staging_bytes)
-    layout = SinkLayout(server_id="rollout-0", workers=(worker,))
-    plan = plan_copies(shards, [layout])
-    check_plan(plan, shards, layout)
-    assert len(plan.copies) == 4
+    sink = SinkLayout(server_id="rollout-0", workers=(sink_worker(0, parameters, [region], staging_bytes),))
+    plan = plan_one(source, sink)
+    assert_same_elements(plan, source, sink, sink)
+    assert plan.num_pieces == 4
 
 
-def test_plan_copies_balances_replicated_tensors_by_bytes() -> None:
-    shapes = {f"t{index}": (size,) for index, size in enumerate([8, 7, 5, 4, 3, 3, 1, 1])}
-    shards = [
-        SourceShard(name=name, shape=shape, dtype="float32", rank=rank, box=box((0, shape[0])))
-        for name, shape in shapes.items()
-        for rank in range(2)
-    ]
-    parameters, staging_bytes = staged(shapes)
-    regions = tuple(region for name, shape in shapes.items() for region in stack_rows(name, [(name, shape, 0, shape[0])]))
-    worker = SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=regions, staging_path="", staging_bytes=staging_bytes)
-    plan = plan_copies(shards, [SinkLayout(server_id="rollout-0", workers=(worker,))])
-    assert [sum(copy.num_bytes for copy in plan.copies_of(rank)) for rank in range(2)] == [64, 64]
+def test_a_piece_larger_than_a_bucket_is_cut_by_rows_and_then_within_a_row() -> None:
+    shapes = {"w": (5, 6)}
+    source, sink = fsdp_source(shapes, 1), identity_sink(shapes)
+    by_rows = [piece.source_box for bucket in all_buckets(plan_one(source, sink, 50)) for piece in bucket.pieces]
+    assert by_rows == [box((0, 2), (0, 6)), box((2, 4), (0, 6)), box((4, 5), (0, 6))]
+    within = [piece.source_box for bucket in all_buckets(plan_one(source, sink, 16)) for piece in bucket.pieces]
+    assert within == [part for row in range(5) for part in (box((row, row + 1), (0, 4)), box((row, row + 1), (4, 6)))]
 
 
 def test_plan_counts_bytes_in_the_serving_dtype() -> None:
-    shards = fsdp_shards(decoder_shapes(tied=False), 2)
-    assert (
-        plan_copies(shards, [decoder_sink("a", 2, dtype="bfloat16")]).num_bytes * 2 == plan_copies(shards, [decoder_sink("a", 2)]).num_bytes
+    source = fsdp_source(decoder_shapes(tied=False), 2)
+    half, full = (plan_one(source, decoder_sink("a", 2, dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    assert half.num_bytes * 2 == full.num_bytes
+
+
+def test_plan_hash_changes_with_everything_that_is_agreed_on() -> None:
+    source, sink = fsdp_source(decoder_shapes(tied=True), 2), decoder_sink("a", 2)
+    one = plan_one(source, sink).plan_hash
+    assert one == plan_one(source, decoder_sink("a", 2)).plan_hash
+    assert len(one) == 64
+    elsewhere = replace(source, places=(HERE, Place(host_id="there", device="cpu")))
+    offered = decoder_sink("a", 2, endpoints={"shm": "/nowhere", "grpc": "nowhere:1"})
+    moved = tuple(
+        replace(
+            worker,
+            staging_bytes=1 << 20,
+            parameters=tuple(replace(p, staging_offset_bytes=p.staging_offset_bytes * 2) for p in worker.parameters),
+        )
+        for worker in sink.workers
     )
+    others = [
+        plan_one(source, decoder_sink("b", 2)),
+        plan_one(source, decoder_sink("a", 1)),
+        plan_one(source, decoder_sink("a", 2, dtype="bfloat16")),
+        plan_one(source, replace(sink, workers=moved)),
+        plan_one(source, sink, 64),
+        plan_one(elsewhere, offered),
+        plan_one(fsdp_source(decoder_shapes(tied=True), 1), sink),
+        plan_one(fsdp_source(decoder_shapes(tied=True), 2, dtype="bfloat16"), sink),
+    ]
+    assert len({one, *(plan.plan_hash for plan in others)}) == 1 + len(others)
 
 
-def test_plan_hash_is_pinned_and_changes_with_the_layouts() -> None:
-    shards = fsdp_shards(decoder_shapes(tied=True), 2)
-    one = plan_copies(shards, [decoder_sink("a", 2)]).plan_hash
-    assert one == plan_copies(shards, [decoder_sink("a", 2)]).plan_hash
-    moved = replace(decoder_sink("a", 2), workers=tuple(decoder_worker(rank, 2, separate_head=True, staging_path="/b") for rank in (0, 1)))
-    others = [[decoder_sink("b", 2)], [decoder_sink("a", 1)], [decoder_sink("a", 2), decoder_sink("b", 2)], [moved]]
-    hashes = {plan_copies(shards, sinks).plan_hash for sinks in others} | {
-        plan_copies(fsdp_shards(decoder_shapes(tied=True), 1), [decoder_sink("a", 2)]).plan_hash
-    }
-    assert len(hashes) == 5
-    assert one not in hashes
-    assert re.fullmatch("[0-9a-f]{64}", one)
+def test_plan_chooses_a_transport_for_each_pair() -> None:
+    shapes = {"w": (4, 2)}
+    source = replace(fsdp_source(shapes, 2), places=(HERE, Place(host_id="there", device="cpu")))
+    worker = replace(identity_sink(shapes).workers[0], endpoints={"shm": "/nowhere", "grpc": "nowhere:1"})
+    plan = plan_one(source, SinkLayout(server_id="a", workers=(worker,)))
+    assert [plan.transport_of(*pair) for pair in plan.pairs()] == ["shm", "grpc"]
 
 
-def test_plan_covers_several_servers_and_answers_by_rank() -> None:
-    shards = fsdp_shards(decoder_shapes(tied=False), 3)
-    sinks = [decoder_sink("b", 2), decoder_sink("a", 1)]
-    plan = plan_copies(shards, sinks)
-    by_rank = [copy for rank in range(3) for copy in plan.copies_of(rank)]
-    assert sorted(by_rank, key=str) == sorted(plan.copies, key=str)
-    assert all(copy.rank == rank for rank in range(3) for copy in plan.copies_of(rank))
-    assert plan.copies_of(3) == ()
-    assert {copy.server_id for copy in plan.copies} == {"a", "b"}
+def test_a_pair_with_nothing_to_send_has_no_buckets() -> None:
+    plan = plan_one(fsdp_source({"w": (2, 2)}, 3), identity_sink({"w": (2, 2)}))
+    assert plan.pairs() == ((0, 0), (1, 0))
+    assert (plan.buckets(2, 0), plan.bytes_of(2, 0), plan.num_buckets_of(0, 1)) == ((), 0, 0)
+    with pytest.raises(KeyError):
+        plan.transport_of(2, 0)
 
 
-def digest_of(copy: Copy) -> CopyDigest:
-    return CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=0)
+def test_plan_push_leaves_out_a_server_that_cannot_be_planned() -> None:
+    source = fsdp_source({"w": (2, 2)}, 1)
+    misfit = identity_sink({"v": (2, 2)}, "bad")
+    plan = plan_push(source, [misfit, identity_sink({"w": (2, 2)}, "good")], bucket_bytes=64, transport="auto")
+    assert list(plan.servers) == ["good"]
+    assert "v needs v, which no trainer rank holds" in plan.errors["bad"]
 
 
-def test_coverage_fault_wants_one_digest_per_copy() -> None:
-    plan = plan_copies(fsdp_shards(decoder_shapes(tied=False), 2), [decoder_sink("a", 2), decoder_sink("b", 1)])
-    digests = [digest_of(copy) for copy in plan.copies if copy.server_id == "a"]
-    assert plan.coverage_fault("a", digests) is None
-    assert "was planned but not written" in str(plan.coverage_fault("a", digests[1:]))
-    assert digests[0].parameter in str(plan.coverage_fault("a", digests[1:]))
-    assert "digests for" in str(plan.coverage_fault("a", [*digests, digests[0]]))
-    assert "was written but not planned" in str(plan.coverage_fault("b", digests))
+def digests_of(plan: ServerPlan) -> list[PairDigests]:
+    return [
+        PairDigests(rank=rank, worker_rank=worker, xxh3=(0,) * count, encodings=(BucketEncoding.DENSE,) * count)
+        for rank, worker in plan.pairs()
+        for count in (plan.num_buckets_of(rank, worker),)
+    ]
 
 
-def refusal(shards: Sequence[SourceShard], layout: SinkLayout) -> str:
-    with pytest.raises(TransportError) as caught:
-        plan_copies(shards, [layout])
-    return str(caught.value)
-
-
-def change_worker(layout: SinkLayout, **changes: object) -> SinkLayout:
-    return replace(layout, workers=(replace(layout.workers[0], **changes), *layout.workers[1:]))  # type: ignore[arg-type]
-
-
-def test_plan_refuses_a_missing_source_tensor() -> None:
-    shapes = decoder_shapes(tied=False)
-    del shapes[Q]
-    message = refusal(fsdp_shards(shapes, 2), decoder_sink("a", 2))
-    assert QKV in message
-    assert Q in message
-
-
-def test_plan_refuses_a_source_of_another_shape() -> None:
-    shapes = decoder_shapes(tied=False) | {Q: (6, 8)}
-    message = refusal(fsdp_shards(shapes, 2), decoder_sink("a", 2))
-    assert QKV in message
-    assert "[6, 8]" in message
-
-
-def test_plan_refuses_ranks_that_disagree_on_a_shape() -> None:
-    shards = fsdp_shards({"w": (4, 2)}, 2)
-    shards[1] = replace(shards[1], shape=(6, 2))
-    assert "w is float32[6, 2] on rank 1" in refusal(shards, decoder_sink("a", 1))
-
-
-def test_plan_refuses_shards_with_a_hole_or_an_overlap() -> None:
-    shards = fsdp_shards(decoder_shapes(tied=False), 2)
-    without_rank_1 = [shard for shard in shards if not (shard.name == Q and shard.rank == 1)]
-    message = refusal(without_rank_1, decoder_sink("a", 2))
-    assert Q in message
-    assert "missing" in message
-    overlapping = [replace(shard, box=rows_of(shard.shape, 3, 8)) if shard.name == Q and shard.rank == 1 else shard for shard in shards]
-    assert "overlap" in refusal(overlapping, decoder_sink("a", 2))
-
-
-def test_plan_refuses_a_trained_tensor_that_the_server_does_not_take() -> None:
-    shapes = decoder_shapes(tied=False) | {"model.extra.weight": (3,)}
-    assert "model.extra.weight" in refusal(fsdp_shards(shapes, 1), decoder_sink("a", 1))
-
-
-def test_plan_refuses_regions_that_overlap_leave_the_parameter_or_are_missing() -> None:
-    shards, layout = fsdp_shards(decoder_shapes(tied=False), 2), decoder_sink("a", 2)
-    regions = layout.workers[0].regions
-    assert "overlapping" in refusal(shards, change_worker(layout, regions=(*regions, regions[0])))
-    moved = replace(regions[0], parameter_box=rows_of((9, 8), 5, 9))
-    assert "lies outside" in refusal(shards, change_worker(layout, regions=(moved, *regions[1:])))
-    assert "has no region" in refusal(shards, change_worker(layout, regions=regions[1:]))
-    assert regions[0].parameter in refusal(shards, change_worker(layout, regions=regions[1:]))
-    unlisted = replace(regions[0], parameter="nobody")
-    assert "nobody" in refusal(shards, change_worker(layout, regions=(*regions, unlisted)))
-    narrowed = replace(regions[0], parameter_box=rows_of((4, 8), 0, 2))
-    assert "sizes differ" in refusal(shards, change_worker(layout, regions=(narrowed, *regions[1:])))
-
-
-def test_plan_refuses_parameters_that_overlap_or_overflow_in_staging() -> None:
-    shards, layout = fsdp_shards(decoder_shapes(tied=False), 2), decoder_sink("a", 2)
-    parameters = layout.workers[0].parameters
-    shared = replace(parameters[1], staging_offset_bytes=parameters[0].staging_offset_bytes + 4)
-    assert "inside" in refusal(shards, change_worker(layout, parameters=(parameters[0], shared, *parameters[2:])))
-    assert "ends at byte" in refusal(shards, change_worker(layout, staging_bytes=layout.workers[0].staging_bytes - 64))
-
-
-def test_plan_refuses_unknown_and_uncastable_dtypes() -> None:
-    shards, layout = fsdp_shards(decoder_shapes(tied=False), 2), decoder_sink("a", 2)
-    for dtype, words in (("float8", "carries"), ("int32", "not cast")):
-        parameters = tuple(replace(parameter, dtype=dtype) for parameter in layout.workers[0].parameters)
-        assert words in refusal(shards, change_worker(layout, parameters=parameters))
-
-
-def test_plan_refuses_a_server_twice() -> None:
-    with pytest.raises(TransportError, match="server 'a' appears twice"):
-        plan_copies(fsdp_shards(decoder_shapes(tied=False), 1), [decoder_sink("a", 1), decoder_sink("a", 1)])
+def test_coverage_fault_wants_one_digest_and_encoding_for_every_bucket() -> None:
+    plan = plan_one(fsdp_source(decoder_shapes(tied=False), 2), decoder_sink("a", 2), 64)
+    digests = digests_of(plan)
+    assert plan.coverage_fault(digests) is None
+    assert plan.coverage_fault(digests[::-1]) is None
+    assert plan.coverage_fault(digests[1:]) == "rank 0 to worker 0, beginning with model.embed_tokens.weight, was planned but not written"
+    assert plan.coverage_fault([*digests, digests[0]]) == "rank 0 to worker 0 is reported twice"
+    assert plan.coverage_fault([*digests, replace(digests[0], rank=7)]) == "rank 7 to worker 0 was written but not planned"
+    count = len(digests[0].xxh3)
+    for changes in ({"xxh3": digests[0].xxh3[1:]}, {"encodings": (*digests[0].encodings, BucketEncoding.DELTA)}):
+        fault = plan.coverage_fault([replace(digests[0], **changes), *digests[1:]])
+        assert f"rank 0 to worker 0 has {count} buckets" in str(fault)
 
 
 def test_plan_takes_scalars() -> None:
-    scalar = Box(offsets=(), sizes=())
-    shards = [SourceShard(name="s", shape=(), dtype="float32", rank=rank, box=scalar) for rank in range(2)]
-    parameter = SinkParameter(name="p", shape=(), dtype="float32", staging_offset_bytes=0)
-    region = SinkRegion(parameter="p", source_name="s", source_box=scalar, parameter_box=scalar)
-    worker = SinkWorkerLayout(worker_rank=0, parameters=(parameter,), regions=(region,), staging_path="", staging_bytes=4)
-    plan = plan_copies(shards, [SinkLayout(server_id="a", workers=(worker,))])
-    assert [(copy.rank, copy.num_bytes) for copy in plan.copies] == [(0, 4)]
+    shapes: dict[str, tuple[int, ...]] = {"s": ()}
+    plan = plan_one(replicated_source(shapes, 2), identity_sink(shapes))
+    (bucket,) = all_buckets(plan)
+    assert (bucket.num_bytes, bucket.pieces[0].source_box) == (4, box())
 
 
-def test_planning_work_grows_with_the_copies_not_with_ranks_times_regions() -> None:
-    """Regions meet their shards by bisection: with 64 ranks a region of one row compares one shard."""
-    shape = (64, 2)
-    shards = fsdp_shards({"w": shape}, 64)
-    parameters, staging_bytes = staged({f"p{row}": (1, 2) for row in range(64)})
-    regions = tuple(region for row in range(64) for region in stack_rows(f"p{row}", [("w", shape, row, row + 1)]))
-    worker = SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=regions, staging_path="", staging_bytes=staging_bytes)
+def test_regions_meet_only_the_shards_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning work grows with the pieces, not with shards times regions: 64 regions of one row compare 64 pairs."""
+    rows, shape = 64, (64, 2)
+    parameters, staging_bytes = staged({f"p{row}": (1, 2) for row in range(rows)})
+    regions = [region for row in range(rows) for region in stack_rows(f"p{row}", [("w", shape, row, row + 1)])]
+    sink = SinkLayout(server_id="a", workers=(sink_worker(0, parameters, regions, staging_bytes),))
     compared = Counter[str]()
-    original = boxes.intersect
-    with pytest.MonkeyPatch.context() as patch:
+    original = box_table.Sweep.candidates
 
-        def counted(left: Box, right: Box) -> Box | None:
-            compared["calls"] += 1
-            return original(left, right)
+    def counted(sweep: box_table.Sweep, other: box_table.BoxTable) -> Iterator[tuple[box_table.Ints, box_table.Ints]]:
+        for pairs in original(sweep, other):
+            compared["pairs"] += len(pairs[0])
+            yield pairs
 
-        patch.setattr(boxes, "intersect", counted)
-        plan = plan_copies(shards, [SinkLayout(server_id="a", workers=(worker,))])
-    assert [copy.rank for copy in sorted(plan.copies, key=lambda copy: copy.source_box.offsets)] == list(range(64))
-    assert compared["calls"] <= 64
+    monkeypatch.setattr(box_table.Sweep, "candidates", counted)
+    plan = plan_one(fsdp_source({"w": shape}, rows), sink)
+    assert [rank for rank, _ in plan.pairs()] == list(range(rows))
+    assert compared["pairs"] == rows
