@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal import errors
-from shoal.errors import InternalError, ShoalError
-from shoal.types import SamplingParams
+from shoal.errors import InternalError, ShoalError, StateError
+from shoal.types import InflightMode, SamplingParams
 from shoal_rollout.worker_layout import Plain
 
 _WORKER_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ShoalError)}
+
+
+class StillRunningError(StateError):
+    """Requests that were waited for did not end in time; the engine goes on with them as if nothing had been asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,15 @@ class SwappableEngine(Protocol):
         """
         ...
 
-    async def pause(self) -> None:
-        """Stop stepping; running requests stay."""
+    async def pause(self, inflight: InflightMode, timeout_s: float) -> int:
+        """Stop stepping. Requests that come from now on wait for `resume`.
+
+        Args:
+            inflight: What becomes of running requests. keep: they stay; abort: they answer with what they have; wait: they end first.
+            timeout_s: How long `wait` may take.
+        Returns: requests that were told to end early.
+        Raises: StillRunningError: `wait` took too long.
+        """
         ...
 
     async def finish_swap(self, version: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.models import PushSection
 from shoal.errors import ShoalError, StateError
-from shoal_rollout.worker_layout import Plain, digests_from_plain, layout_to_plain
+from shoal_rollout.worker_layout import Plain, buckets_from_plain, layout_to_plain, pairs_from_plain, pieces_to_plain
 from shoal_rollout.worker_sink import WorkerSink
 
 if TYPE_CHECKING:
@@ -31,28 +31,37 @@ class EngineWorker:
     vllm_config: Any
 
     def shoal_discover(self, folder: str) -> Plain:
-        """Record the model's layout."""
+        """Record the model's layout; answers how weights are exchanged, and why."""
 
         def run() -> Plain:
-            # vLLM imports this module before it can choose a platform; the sink needs one.
-            from vllm.config import set_current_vllm_config
+            # vLLM imports this module before it can choose a platform; the model needs one.
+            from shoal_rollout.engine_model import EngineModel
 
-            model: nn.Module = self.model_runner.get_model()
-            with set_current_vllm_config(self.vllm_config):
-                self.shoal_sink = WorkerSink(model, Path(folder), self.rank)
+            module: nn.Module = self.model_runner.get_model()
+            model = EngineModel(module, Path(folder), self.vllm_config)
+            self.shoal_sink = WorkerSink(model, self.rank, str(next(module.parameters()).device))
             if self.vllm_config.parallel_config.world_size > 1:
                 _unlink_shared_memory()
-            return layout_to_plain(self.shoal_sink.layout)
+            return [model.mode, model.reason]
 
         return _answer(run)
 
     def shoal_prepare(self, push: Plain, name: str) -> Plain:
         """Allocate or reuse staging."""
-        return _answer(lambda: layout_to_plain(_require(self).prepare(PushSection.model_validate(push), f"{name}-w{self.rank}")))
 
-    def shoal_start_verify(self, digests: Plain) -> Plain:
-        """Check coverage."""
-        return _answer(lambda: _require(self).start_verify(digests_from_plain(digests)))
+        def run() -> Plain:
+            layout, is_complete = _require(self).prepare(PushSection.model_validate(push), name)
+            return [layout_to_plain(layout), is_complete]
+
+        return _answer(run)
+
+    def shoal_plan(self, push_id: str, plan_hash: str, buckets: Plain) -> Plain:
+        """Learn what will be written; buckets by worker rank."""
+        return _answer(lambda: _require(self).plan(push_id, plan_hash, buckets_from_plain(buckets[self.rank])))
+
+    def shoal_start_verify(self, pairs: Plain) -> Plain:
+        """Match digests and buckets."""
+        return _answer(lambda: _require(self).start_verify(pairs_from_plain(pairs)))
 
     def shoal_step_verify(self, budget_s: float) -> Plain:
         """Check digests and build packed weights for a while."""
@@ -62,8 +71,25 @@ class EngineWorker:
         """Swap."""
         return _answer(lambda: _require(self).commit())
 
+    def shoal_start_digest(self, plan_hash: str) -> Plain:
+        """Begin to digest the live weights."""
+        return _answer(lambda: _require(self).start_digest(plan_hash))
+
+    def shoal_step_digest(self, budget_s: float) -> Plain:
+        """Digest live weights for a while."""
+
+        def run() -> Plain:
+            is_done, (pieces, staged) = _require(self).step_digest(budget_s)
+            return [is_done, pieces_to_plain(pieces), staged]
+
+        return _answer(run)
+
+    def shoal_free(self) -> Plain:
+        """Free what a commit replaced."""
+        return _answer(lambda: _require(self).free())
+
     def shoal_drop(self) -> Plain:
-        """Forget what is ready."""
+        """Give up the current push."""
         return _answer(lambda: _require(self).drop())
 
     def shoal_close(self) -> Plain:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 
-from shoal.errors import CapacityError, InvalidRequestError, StalePolicyError, UnavailableError
+from shoal.errors import CapacityError, InvalidRequestError, UnavailableError
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import counter, gauge
 from shoal.types import Completion
@@ -33,8 +33,23 @@ _running = gauge("rollout", "running_samples", "count", "Samples in the engine."
 class Generation:
     """All Generate calls of one server."""
 
-    def __init__(self, engine: SamplingEngine, *, engine_id: str, vocab_size: int, max_model_len: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        *,
+        engine_id: str,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: tuple[int, ...],
+        required_policy_version: int | None = 0,
+    ) -> None:
+        """Serve version 0.
+
+        Args:
+            required_policy_version: Below it no request is answered; None answers none before `require` was called.
+        """
         self.policy_version = 0
+        self._required_version = required_policy_version
         self._engine = engine
         self._engine_id = engine_id
         self._vocab_size = vocab_size
@@ -60,8 +75,8 @@ class Generation:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Completion]:
         """Sample a group; yields each completion when it is done, in any order.
 
-        Raises: InvalidRequestError: the request is wrong. StalePolicyError: the served version is too old.
-            UnavailableError: draining or dead. CapacityError: too much is running.
+        Raises: InvalidRequestError: the request is wrong. CapacityError: too much is running.
+            UnavailableError: draining, dead, or the served version is older than the run or the request requires.
         """
         self._admit(call)
         with self._counted(call) as sample_ids:
@@ -91,6 +106,13 @@ class Generation:
         """Abort everything that runs."""
         return await self.abort(list(self._calls))
 
+    def require(self, policy_version: int) -> None:
+        """Answer no request while a version below this one is served. What was required once stays required."""
+        if self._required_version is None or policy_version > self._required_version:
+            self._required_version = policy_version
+            if policy_version > self.policy_version:
+                log.warning("behind_required_version", policy_version=self.policy_version, required_policy_version=policy_version)
+
     def refuse(self, reason: str) -> None:
         """Refuse new calls from now on."""
         self._refusal = reason
@@ -105,15 +127,19 @@ class Generation:
         if self._refusal:
             raise UnavailableError(self._refusal)
         check_call(call, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
-        if call.min_policy_version > self.policy_version:
-            raise StalePolicyError(
-                f"{self._engine_id} serves policy version {self.policy_version}, the request wants at least {call.min_policy_version}; "
-                "push weights to it first or use another server"
-            )
+        self._check_version(call.min_policy_version)
         if call.request_id in self._calls:
             raise InvalidRequestError(f"request_id {call.request_id!r} is running already; give every attempt its own")
         if self._num_running + call.num_samples > MAX_RUNNING_SAMPLES:
             raise CapacityError(f"{self._num_running} samples are running, at most {MAX_RUNNING_SAMPLES} may; send fewer at once")
+
+    def _check_version(self, min_policy_version: int) -> None:
+        if self._required_version is None:
+            raise UnavailableError(f"{self._engine_id} has not been told yet which policy version it must serve; use another server")
+        for wanted, who in ((self._required_version, "the run requires"), (min_policy_version, "the request wants")):
+            if wanted > self.policy_version:
+                serves = f"{self._engine_id} serves policy version {self.policy_version}, {who} at least {wanted}"
+                raise UnavailableError(f"{serves}; push weights to it first or use another server")
 
     @contextmanager
     def _counted(self, call: GenerateCall) -> Iterator[list[str]]:

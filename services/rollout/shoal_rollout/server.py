@@ -10,21 +10,24 @@ import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.clients.registry import LeaseKeeper, this_process
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
 from shoal.rpc.channel import join_address
 from shoal.rpc.server import RpcServer, serve_until_signal
-from shoal.rpc.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from shoal.rpc.v1 import rollout_pb2_grpc
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import start_metrics_server
 from shoal.types import ServiceKind
 from shoal_rollout import rollout_servicer, weight_sink_servicer
 from shoal_rollout.generation import Generation
 from shoal_rollout.model_facts import ModelFacts
-from shoal_rollout.vllm_engine import VllmEngine
 from shoal_rollout.weight_sink import WeightSink
+
+if TYPE_CHECKING:
+    from shoal_rollout.vllm_engine import VllmEngine
 
 log = get_logger(__name__)
 
@@ -67,12 +70,19 @@ class RolloutServer:
         self._lease: LeaseKeeper | None = None
         self._rpc = RpcServer(host, port, config.security)
         self._generation = Generation(
-            engine, engine_id=service_id, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, eos_ids=facts.eos_ids
+            engine,
+            engine_id=service_id,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_ids=facts.eos_ids,
+            # A server that joins a run must not answer with the base weights before it knows how far the run is.
+            required_policy_version=None if coordinator is not None else 0,
         )
+        self._staging_name = staging_name(config.run.id, service_id, os.getpid())
         self._sink = WeightSink(
             engine,
             server_id=service_id,
-            staging_name=staging_name(config.run.id, service_id, os.getpid()),
+            staging_name=self._staging_name,
             push=config.push,
             on_committed=self._on_committed,
             on_failed=self._on_commit_failed,
@@ -94,12 +104,14 @@ class RolloutServer:
         gc.collect()
         gc.freeze()
         port = await self._rpc.start()
+        self._sink.listen_at(join_address(self._address_host, port))
         watching = asyncio.create_task(self._watch_engine(), name="engine-watch")
         try:
             async with AsyncExitStack() as stack:
                 self._rpc.set_serving(True)
                 if self._coordinator is not None:
                     self._lease = await stack.enter_async_context(self._lease_keeper(self._coordinator, port))
+                    self._generation.require(0)
                 await serve_until_signal(self._rpc, drain=self._drain, drain_timeout_s=_DRAIN_TIMEOUT_S, stop_event=self._stop)
         finally:
             watching.cancel()
@@ -110,9 +122,7 @@ class RolloutServer:
         rollout = rollout_servicer.RolloutServicer(self._generation, self._config, self._service_id, self._facts)
         self._rpc.add(lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server), rollout_servicer.SERVICE_NAME)
         sink = weight_sink_servicer.WeightSinkServicer(self._sink)
-        self._rpc.add(
-            lambda server: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(sink, server), weight_sink_servicer.SERVICE_NAME
-        )
+        self._rpc.add(sink.add_to, weight_sink_servicer.SERVICE_NAME)
 
     def _lease_keeper(self, coordinator: str, port: int) -> LeaseKeeper:
         info = this_process(
@@ -121,7 +131,7 @@ class RolloutServer:
             kind=ServiceKind.ROLLOUT,
             address=join_address(self._address_host, port),
         )
-        return LeaseKeeper(coordinator, info, self._config.security)
+        return LeaseKeeper(coordinator, info, self._config.security, on_required_version=self._generation.require)
 
     def _on_committed(self, policy_version: int) -> None:
         self._generation.policy_version = policy_version
@@ -158,7 +168,7 @@ class RolloutServer:
             except ShoalError as error:
                 log.warning("staging_not_closed", error=str(error))
         # A dead engine cannot remove its own files.
-        remove_files(self._sink.staging_paths)
+        remove_files(glob.glob(f"{glob.escape(self._config.push.shm_dir)}/shoal-{self._staging_name}-w*"))
 
 
 def staging_name(run_id: str, service_id: str, process_id: int) -> str:

@@ -1,10 +1,11 @@
 """Stages of a weight push at one rollout server.
 
-    IDLE ─► PREPARED ─► VERIFIED ─► COMMITTING ─► COMMITTED ─► PREPARED (next push)
-              │  ▲          │           │
-              └──┴──────────┴─► IDLE    └─► FAILED (the server ends)
+    IDLE ─► PREPARED ─► PLANNED ─► VERIFIED ◄─► COMMITTING ─► COMMITTED ─► PREPARED (next push)
+              │  ▲         │          │             │
+              └──┴─────────┴──────────┴─► IDLE      └─► FAILED (the server ends)
 
-IDLE, PREPARED, VERIFIED: the old version is served. COMMITTED: the new one is. FAILED: unknown, nothing is served.
+IDLE, PREPARED, PLANNED, VERIFIED: the old version is served. COMMITTED: the new one is. FAILED: unknown, nothing is served.
+COMMITTING goes back to VERIFIED when running requests did not end in time; then the old version is served on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class SinkState(StrEnum):
 
     IDLE = "idle"
     PREPARED = "prepared"
+    PLANNED = "planned"
     VERIFIED = "verified"
     COMMITTING = "committing"
     COMMITTED = "committed"
@@ -27,12 +29,15 @@ class SinkState(StrEnum):
 
 TRANSITIONS: dict[SinkState, frozenset[SinkState]] = {
     SinkState.IDLE: frozenset({SinkState.PREPARED}),
-    SinkState.PREPARED: frozenset({SinkState.PREPARED, SinkState.VERIFIED, SinkState.IDLE}),
+    SinkState.PREPARED: frozenset({SinkState.PREPARED, SinkState.PLANNED, SinkState.IDLE}),
+    SinkState.PLANNED: frozenset({SinkState.PREPARED, SinkState.VERIFIED, SinkState.IDLE}),
     SinkState.VERIFIED: frozenset({SinkState.PREPARED, SinkState.COMMITTING, SinkState.IDLE}),
-    SinkState.COMMITTING: frozenset({SinkState.COMMITTED, SinkState.FAILED}),
+    SinkState.COMMITTING: frozenset({SinkState.VERIFIED, SinkState.COMMITTED, SinkState.FAILED}),
     SinkState.COMMITTED: frozenset({SinkState.PREPARED}),
     SinkState.FAILED: frozenset(),
 }
+DROPPABLE = frozenset({SinkState.PREPARED, SinkState.PLANNED, SinkState.VERIFIED})
+"""In these states a push can be given up: nothing of it is served."""
 
 
 def advance(current: SinkState, following: SinkState) -> SinkState:

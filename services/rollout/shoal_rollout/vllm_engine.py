@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -11,8 +12,8 @@ from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from shoal.errors import InternalError, UnavailableError
-from shoal.types import SamplingParams
-from shoal_rollout.engine import EngineSample, worker_values
+from shoal.types import InflightMode, SamplingParams
+from shoal_rollout.engine import EngineSample, StillRunningError, worker_values
 from shoal_rollout.worker_layout import Plain
 
 if TYPE_CHECKING:
@@ -20,11 +21,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+_POLL_S = 0.02
+_OUTPUT_DELAY_S = 0.2
+"""Final outputs that the engine has sent reach the requests' states within this time."""
+
+
 class VllmEngine:
     """`SamplingEngine` and `SwappableEngine` over one AsyncLLM."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self._late_pauses: set[asyncio.Task[None]] = set()
 
     @property
     def is_dead(self) -> bool:
@@ -75,10 +82,15 @@ class VllmEngine:
             raise UnavailableError("the engine process has died; this server is ending") from error
         return worker_values(answers)
 
-    async def pause(self) -> None:
+    async def pause(self, inflight: InflightMode, timeout_s: float) -> int:
         """See `SwappableEngine.pause`."""
+        if inflight is InflightMode.WAIT:
+            await self._pause_when_done(timeout_s)
+            return 0
+        num_running = len(self._llm.output_processor.request_states) if inflight is InflightMode.ABORT else 0
         # pause_generation() would add 20 ms of sleep, so that final outputs reach callers before it answers; nothing here needs that order.
-        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._llm.engine_core.pause_scheduler_async(mode=inflight.value, clear_cache=False)
+        return num_running
 
     async def finish_swap(self, version: str) -> None:
         """See `SwappableEngine.finish_swap`."""
@@ -94,9 +106,54 @@ class VllmEngine:
         """See `SwappableEngine.resume`."""
         await self._llm.resume_generation()
 
+    async def _pause_when_done(self, timeout_s: float) -> None:
+        """Hold new requests and let running ones end.
+
+        A request that lost its cache blocks counts as new for the engine, although it has tokens: with those the engine goes on first.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while await self._pause_idle(deadline_s):
+            begun = await self._begun()
+            if not begun:
+                return
+            await self.resume()
+            await self._until_ended(begun, deadline_s)
+        await self.resume()
+        msg = f"{len(self._llm.output_processor.request_states)} requests did not end within {max(timeout_s, 0):.1f} s"
+        raise StillRunningError(f"{msg}; the old version is served on, commit with a longer deadline or with keep or abort")
+
+    async def _pause_idle(self, deadline_s: float) -> bool:
+        """Pause once nothing runs; False if that takes too long, then the pause may still come."""
+        pausing = asyncio.create_task(self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False), name="pause-wait")
+        # Never cancelled: the engine answers once it is idle, and somebody must take the answer.
+        self._late_pauses.add(pausing)
+        pausing.add_done_callback(self._late_pauses.discard)
+        done, _ = await asyncio.wait({pausing}, timeout=max(deadline_s - time.monotonic(), 0.0))
+        for task in done:
+            task.result()
+        return bool(done)
+
+    async def _begun(self) -> set[str]:
+        """Requests that have tokens and have not ended."""
+        end_s = time.monotonic() + _OUTPUT_DELAY_S
+        while begun := {name for name, state in self._llm.output_processor.request_states.items() if _num_tokens(state)}:
+            if time.monotonic() >= end_s:
+                break
+            await asyncio.sleep(_POLL_S / 4)
+        return begun
+
+    async def _until_ended(self, requests: Collection[str], deadline_s: float) -> None:
+        states = self._llm.output_processor.request_states
+        while time.monotonic() < deadline_s and any(name in states for name in requests):  # noqa: ASYNC110 - vLLM has no event for it
+            await asyncio.sleep(_POLL_S)
+
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown(timeout=5)
+
+
+def _num_tokens(state: Any) -> int:  # noqa: ANN401 - vLLM is not type-checked here
+    return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
 
 
 def _engine_sample(output: RequestOutput) -> EngineSample:

@@ -1,63 +1,86 @@
-"""VERIFY on an engine worker: the staged bytes are those that were sent, and nothing is missing."""
+"""VERIFY on an engine worker: staging holds, bucket by bucket, the bytes that the trainer wrote or says were there already."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.errors import StateError
-from shoal.types.weights import Box, CopyDigest, SinkParameter, SinkWorkerLayout
+from shoal.types.weights import BucketEncoding, PairDigests
 from shoal.weights import boxes
-from shoal.weights.dtypes import item_bytes
+from shoal.weights.buckets import Bucket
+
+BucketKey = tuple[int, int]
+"""Trainer rank and index of a bucket of one worker."""
 
 
-def verify_staging(
-    worker: SinkWorkerLayout, digests: Iterable[CopyDigest], digest_of: Callable[[SinkParameter, Box], int]
-) -> Iterator[int]:
-    """Check one worker's staging buffer against the digests of a push: the coverage at once, the bytes while it is iterated.
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One bucket of this worker and what the trainer says about it."""
+
+    bucket: Bucket
+    xxh3: int
+    encoding: BucketEncoding
+
+    @property
+    def key(self) -> BucketKey:
+        """Identity among the worker's buckets."""
+        return self.bucket.rank, self.bucket.index
+
+
+def match_digests(worker_rank: int, buckets: Sequence[Bucket], pairs: Sequence[PairDigests]) -> tuple[Expected, ...]:
+    """Give every planned bucket of a worker its digest.
 
     Args:
-        worker: the layout that was answered at PREPARE.
-        digests: those of all workers or of this one; others are skipped.
-        digest_of: xxh3-64 of the staged bytes of a box; `SinkTransport.digest`.
-    Returns: the bytes of each copy as it is checked; a caller may stop in between and go on later.
-    Raises: StateError: a region is not covered exactly once, or (while iterated) bytes differ; names the parameter.
+        buckets: all buckets that the plan has for this worker.
+        pairs: those of all workers or of this one; others are skipped.
+    Raises: StateError: not exactly one digest for each bucket; names the first bucket without, or the pair.
     """
-    own = [digest for digest in digests if digest.worker_rank == worker.worker_rank]
-    check_coverage(worker, own)
-    return _verify_copies(worker, own, digest_of)
+    said: dict[BucketKey, tuple[int, BucketEncoding]] = {}
+    for pair in pairs:
+        if pair.worker_rank == worker_rank:
+            for index, told in enumerate(zip(pair.xxh3, pair.encodings, strict=True)):
+                if said.setdefault((pair.rank, index), told) is not told:
+                    raise StateError(f"two digests came for bucket {index} of rank {pair.rank} for worker {worker_rank}; send one for each")
+    expected = [Expected(bucket, *_taken(said, bucket)) for bucket in buckets]
+    if said:
+        rank, index = min(said)
+        raise StateError(f"a digest came for bucket {index} of rank {rank} for worker {worker_rank}, which is not planned; plan anew")
+    return tuple(expected)
 
 
-def check_coverage(worker: SinkWorkerLayout, digests: Iterable[CopyDigest]) -> None:
-    """Check that the digests of one worker cover every region of every parameter exactly once, and nothing else.
+def _taken(said: dict[BucketKey, tuple[int, BucketEncoding]], bucket: Bucket) -> tuple[int, BucketEncoding]:
+    told = said.pop((bucket.rank, bucket.index), None)
+    if told is None:
+        raise StateError(f"no digest came for {describe_bucket(bucket)}; the trainer must send one for each bucket of the plan")
+    return told
 
-    A copy outside of the regions would land in padding, which must stay zero.
 
-    Raises: StateError: names the parameter.
+def verify_buckets(expected: Sequence[Expected], known: Mapping[BucketKey, int], digest_of: Callable[[Bucket], int]) -> Iterator[int]:
+    """Check staged bytes bucket by bucket.
+
+    Args:
+        known: digests of buckets that staging held, verified, before this push; one that says UNCHANGED needs no hashing then.
+        digest_of: xxh3-64 of a bucket's staged bytes.
+    Returns: the bytes of each bucket as it is checked; a caller may stop in between and go on later.
+    Raises: StateError: bytes differ, while it is iterated; names the bucket's first parameter.
     """
-    regions: defaultdict[str, list[Box]] = defaultdict(list)
-    for region in worker.regions:
-        regions[region.parameter].append(region.parameter_box)
-    parts: dict[tuple[str, Box], list[Box]] = {(name, box): [] for name, region_boxes in regions.items() for box in region_boxes}
-    for digest in digests:
-        home = next((box for box in regions.get(digest.parameter, ()) if boxes.contains(box, digest.parameter_box)), None)
-        if home is None:
-            msg = f"{boxes.describe(digest.parameter_box)} of {digest.parameter} was written, but no region of worker {worker.worker_rank}"
-            raise StateError(f"{msg} holds it; prepare again and plan anew")
-        parts[digest.parameter, home].append(digest.parameter_box)
-    for (name, box), written in parts.items():
-        fault = boxes.cover_fault(box, written)
-        if fault is not None:
-            raise StateError(f"{name} of worker {worker.worker_rank} was not written exactly once: {fault}; push again")
+    for one in expected:
+        is_known = one.encoding is BucketEncoding.UNCHANGED and known.get(one.key) == one.xxh3
+        if not is_known and digest_of(one.bucket) != one.xxh3:
+            was = "which were not sent, " if one.encoding is BucketEncoding.UNCHANGED else ""
+            raise StateError(f"staged bytes of {describe_bucket(one.bucket)} {was}differ from the trainer's; push everything again")
+        yield one.bucket.num_bytes
 
 
-def _verify_copies(
-    worker: SinkWorkerLayout, digests: Sequence[CopyDigest], digest_of: Callable[[SinkParameter, Box], int]
-) -> Iterator[int]:
-    parameters = {parameter.name: parameter for parameter in worker.parameters}
-    for digest in digests:
-        parameter = parameters[digest.parameter]
-        if digest_of(parameter, digest.parameter_box) != digest.xxh3:
-            msg = f"staged bytes of {digest.parameter} {boxes.describe(digest.parameter_box)} on worker {worker.worker_rank} differ"
-            raise StateError(f"{msg} from what the trainer wrote; push again")
-        yield digest.parameter_box.num_elements * item_bytes(parameter.dtype, parameter.name)
+def sent_parameters(expected: Sequence[Expected]) -> frozenset[str]:
+    """Parameters that a bucket which was sent wrote to."""
+    return frozenset(piece.parameter for one in expected if one.encoding is not BucketEncoding.UNCHANGED for piece in one.bucket.pieces)
+
+
+def describe_bucket(bucket: Bucket) -> str:
+    """For messages: where a bucket belongs."""
+    first = bucket.pieces[0]
+    more = f" and {len(bucket.pieces) - 1} more pieces" if len(bucket.pieces) > 1 else ""
+    where = f"worker {bucket.worker_rank} (bucket {bucket.index} of rank {bucket.rank})"
+    return f"{first.parameter} {boxes.describe(first.parameter_box)}{more} on {where}"

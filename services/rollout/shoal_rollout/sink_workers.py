@@ -1,0 +1,101 @@
+"""The engine's workers as the sink sees them: calls by name with plain data, in steps where one would hold up generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.config.models import PushSection
+from shoal.telemetry.logs import get_logger
+from shoal.types import SinkWorkerLayout
+from shoal.types.weights import PairDigests, PieceDigests
+from shoal.weights.plan import ServerPlan
+from shoal_rollout.engine import SwappableEngine
+from shoal_rollout.worker_layout import Plain, buckets_to_plain, layout_from_plain, pairs_to_plain, pieces_from_plain
+
+log = get_logger(__name__)
+
+STEP_S = 0.02
+"""How long the engine's workers check, pack or digest between two steps of generation."""
+
+
+class SinkWorkers:
+    """All workers of one engine."""
+
+    def __init__(self, engine: SwappableEngine, push: PushSection, staging_name: str) -> None:
+        self._engine = engine
+        self._push = push.model_dump()
+        self._staging_name = staging_name
+
+    async def discover(self, folder: str) -> None:
+        """Record what every worker needs of a checkpoint. Raises: ConfigError: the model's weights cannot be exchanged."""
+        for mode, reason in (await self._call("shoal_discover", folder))[:1]:
+            log.info("layout_discovered", mode=mode, reason=reason)
+
+    async def prepare(self) -> tuple[tuple[SinkWorkerLayout, ...], bool]:
+        """Allocate or reuse staging.
+
+        Returns: the layouts by rank, and whether every worker's staging holds a complete version.
+        Raises: CapacityError: no space for staging.
+        """
+        answers = await self._call("shoal_prepare", self._push, self._staging_name)
+        layouts = tuple(layout_from_plain(layout) for layout, _ in answers)
+        return layouts, all(is_complete for _, is_complete in answers)
+
+    async def plan(self, push_id: str, plan: ServerPlan, num_workers: int) -> None:
+        """Hand every worker its buckets."""
+        buckets: list[Plain] = [[] for _ in range(num_workers)]
+        for rank, worker_rank in plan.pairs():
+            buckets[worker_rank].extend(buckets_to_plain(plan.buckets(rank, worker_rank)))
+        await self._call("shoal_plan", push_id, plan.plan_hash, buckets)
+
+    async def verify(self, pairs: Sequence[PairDigests], check_time: Callable[[], None]) -> int:
+        """Check every bucket and ready the swap; generation goes on in between.
+
+        Args:
+            check_time: Called before each step; raises to stop.
+        Returns: the bytes that were checked.
+        Raises: StateError: a bucket without digest, or one that differs; names the parameter.
+        """
+        await self._call("shoal_start_verify", pairs_to_plain(pairs))
+        while True:
+            check_time()
+            answers = await self._call("shoal_step_verify", STEP_S)
+            if all(is_done for is_done, _ in answers):
+                return sum(num_bytes for _, num_bytes in answers)
+
+    async def commit(self) -> None:
+        """Swap; the engine must be paused."""
+        await self._call("shoal_commit")
+
+    async def digest(self, plan_hash: str) -> tuple[PieceDigests, ...]:
+        """Digest the live weights, piece by piece of a plan; generation goes on in between.
+
+        Returns: the pairs in the plan's order.
+        Raises: StateError: another plan, or a parameter that cannot be read.
+        """
+        await self._call("shoal_start_digest", plan_hash)
+        found: dict[tuple[int, int], PieceDigests] = {}
+        waiting = True
+        while waiting:
+            answers = await self._call("shoal_step_digest", STEP_S)
+            waiting = not all(is_done for is_done, _, _ in answers)
+            for worker_rank, (_, pieces, staged) in enumerate(answers):
+                found |= {(pair.rank, pair.worker_rank): pair for pair in pieces_from_plain(pieces)}
+                if staged:
+                    log.warning("digested_from_staging", worker_rank=worker_rank, parameters=staged[:10], num_parameters=len(staged))
+        return tuple(found[key] for key in sorted(found))
+
+    async def free(self) -> None:
+        """Free what a commit replaced."""
+        await self._call("shoal_free")
+
+    async def drop(self) -> None:
+        """Give up the current push."""
+        await self._call("shoal_drop")
+
+    async def close(self) -> None:
+        """Remove staging."""
+        await self._call("shoal_close")
+
+    async def _call(self, method: str, *args: Plain) -> list[Plain]:
+        return await self._engine.call_workers(method, *args)
