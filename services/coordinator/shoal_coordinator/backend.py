@@ -5,10 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
+from shoal_coordinator.audit_report import AuditReport, ProbeAgreement, ServerAudit
 from shoal_coordinator.fleet import Fleet
-from shoal_coordinator.push_history import PushEntry
+from shoal_coordinator.push_history import PushEntry, PushHistory
+from shoal_coordinator.push_report import ServerReport, share_of
 from shoal_coordinator.registry import Lease, Registry
-from shoal_coordinator.rest_models import Command, EvaluationModel, PushModel, ServiceModel, StatusModel, WaitModel
+from shoal_coordinator.rest_models import (
+    AuditModel,
+    Command,
+    EvaluationModel,
+    ProbeModel,
+    PushModel,
+    PushServerModel,
+    PushSummaryModel,
+    ServerAuditModel,
+    ServiceModel,
+    StatusModel,
+    WaitModel,
+)
 from shoal_coordinator.run import Run, RunParts
 from shoal_coordinator.waiting import Wait
 
@@ -40,6 +54,7 @@ class RunBackend:
             started_unix_s=progress.started_unix_s,
             wall_s=progress.wall_s,
             run_folder=parts.config.run.folder,
+            pushes=_push_summary(parts.history),
         )
 
     def services(self) -> list[ServiceModel]:
@@ -53,6 +68,14 @@ class RunBackend:
     def pushes(self, limit: int) -> list[PushModel]:
         """The last pushes."""
         return [_push_model(entry) for entry in self._parts.history.last(limit)]
+
+    def audits(self, limit: int) -> list[AuditModel]:
+        """The last audits."""
+        return [_audit_model(report) for report in self._parts.history.last_audits(limit)]
+
+    async def verify_weights(self, timeout_s: float) -> AuditModel:
+        """Compare the servers with the trainer. Raises: StateError: nothing to compare. DeadlineError: not within timeout_s."""
+        return _audit_model(await self._parts.fleet.audit(timeout_s))
 
     def command(self, command: Command) -> None:
         """Pause, resume or stop. Raises: StateError: not possible now."""
@@ -79,6 +102,7 @@ def _service_model(lease: Lease, fleet: Fleet) -> ServiceModel:
         process_id=info.process_id,
         policy_version=fleet.served_version(info),
         state=fleet.state_of(info),
+        fenced_because=fleet.fenced_because(info),
         registered_unix_s=lease.registered_unix_s,
         renewed_unix_s=lease.renewed_unix_s,
     )
@@ -93,9 +117,76 @@ def _push_model(entry: PushEntry) -> PushModel:
         state=report.state,
         servers=list(report.committed_servers),
         failed_servers=report.failed_servers,
-        stages_s=report.stages_s,
-        num_bytes=report.num_bytes,
+        stages_s=dict(report.stages_s),
+        sent_bytes=report.sent_bytes,
+        dense_bytes=report.dense_bytes,
+        delta_share=report.delta_share,
+        server_reports=[_push_server_model(server) for server in report.servers.values()],
         pause_ms=report.pause_ms,
         error=report.error,
         started_unix_s=report.started_unix_s,
     )
+
+
+def _push_server_model(server: ServerReport) -> PushServerModel:
+    return PushServerModel(
+        server_id=server.server_id,
+        stage=server.stage,
+        error=server.error,
+        dense=server.dense,
+        transports=list(server.transports),
+        num_buckets=server.num_buckets,
+        sent_bytes=server.sent_bytes,
+        dense_bytes=server.dense_bytes,
+        delta_share=share_of(server.sent_bytes, server.dense_bytes),
+        pause_ms=server.pause_ms,
+        num_aborted=server.num_aborted,
+    )
+
+
+def _push_summary(history: PushHistory) -> PushSummaryModel | None:
+    last = history.last_committed()
+    if last is None:
+        return None
+    totals, report, audits = history.totals, last.report, history.last_audits(1)
+    return PushSummaryModel(
+        num_pushes=totals.num_pushes,
+        num_committed=totals.num_committed,
+        num_failed_servers=totals.num_failed_servers,
+        policy_version=report.policy_version,
+        total_s=report.total_s,
+        max_pause_ms=report.max_pause_ms,
+        sent_bytes=report.sent_bytes,
+        dense_bytes=report.dense_bytes,
+        delta_share=report.delta_share,
+        num_servers=len(report.committed_servers),
+        last_audit=audits[-1].result if audits else None,
+    )
+
+
+def _audit_model(report: AuditReport) -> AuditModel:
+    return AuditModel(
+        policy_version=report.policy_version,
+        is_equal=report.result == "equal",
+        servers=[_server_audit_model(server) for server in report.servers.values()],
+        started_unix_s=report.started_unix_s,
+        duration_s=report.duration_s,
+    )
+
+
+def _server_audit_model(server: ServerAudit) -> ServerAuditModel:
+    return ServerAuditModel(
+        server_id=server.server_id,
+        result=server.result,
+        num_parameters=server.num_parameters,
+        num_pieces=server.num_pieces,
+        num_differing=server.num_differing,
+        first_difference=server.first_difference,
+        error=server.error,
+        probe=None if server.probe is None else _probe_model(server.probe),
+        probe_error=server.probe_error,
+    )
+
+
+def _probe_model(probe: ProbeAgreement) -> ProbeModel:
+    return ProbeModel(num_tokens=probe.num_tokens, max_logprob_difference=probe.max_logprob_difference, greedy_share=probe.greedy_share)

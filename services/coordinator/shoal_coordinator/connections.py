@@ -8,7 +8,7 @@ from shoal.config.models import SecuritySection
 from shoal.types import RolloutDescription, ScorerDescription
 from shoal_coordinator.dispatcher import RolloutEndpoint
 from shoal_coordinator.gangs import Closable, SourceConnection, TrainerConnection
-from shoal_coordinator.push import WeightSink
+from shoal_coordinator.push_calls import WeightSink
 from shoal_coordinator.scoring import RewardEndpoint
 
 
@@ -29,7 +29,7 @@ class RewardCalls(RewardEndpoint, Closable, Protocol):
 
 
 class SinkConnection(WeightSink, Closable, Protocol):
-    """A rollout server's end of the push."""
+    """A rollout server's end of pushes and audits."""
 
 
 class Connector(Protocol):

@@ -5,6 +5,9 @@ Rules:
 - A server that is unavailable, late, stale, drained, removed from the pool, or that answers nonsense loses the group: it
   is generated again elsewhere, at most rollout.retries times. Seeds come from (run seed, uid, sample, attempt), so a run
   without failures is reproducible whichever server does the work.
+- A token of an older policy version than was asked for is refused, whatever the server said when it took the request.
+- A group in which a server ended a sample early (finish reason abort, as a weight push may) is generated again, anywhere: a part
+  is never trained as if it were whole. That is no failure of the server; it happens at most MAX_ABORTS times.
 - After the last attempt timed out, the samples that did finish are used; without any, the group is dropped and counted.
 - Completions without tokens are excluded and counted: there is nothing to train on.
 
@@ -23,13 +26,14 @@ import numpy as np
 import xxhash
 
 from shoal.config.models import RolloutSection
-from shoal.errors import CodecError, DeadlineError, InternalError, StateError, UnavailableError
+from shoal.errors import CodecError, DeadlineError, InternalError, StalePolicyError, StateError, UnavailableError
 from shoal.types import Completion, FinishReason, SamplingParams
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.server_pool import ServerLease, ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
 
 MAX_CONCURRENT_GROUPS = 1024
+MAX_ABORTS = 16
 # StateError: the server's policy is older than asked for.
 _RETRIED = (UnavailableError, DeadlineError, StateError, InternalError, CodecError)
 
@@ -65,7 +69,8 @@ class GenerationRequest:
 class GeneratedGroup:
     """A prompt's completions from one server, by sample_index; completions may be fewer than asked for, or none.
 
-    num_empty completions had no token, num_missing did not finish in time; both are left out.
+    num_empty completions had no token, num_missing did not finish in time; both are left out. num_aborted were ended early by a server
+    in earlier attempts, and generated again.
     """
 
     task: PromptTask
@@ -75,6 +80,7 @@ class GeneratedGroup:
     completions: tuple[Completion, ...]
     num_empty: int = 0
     num_missing: int = 0
+    num_aborted: int = 0
 
 
 class Dispatcher:
@@ -127,21 +133,28 @@ class Dispatcher:
 
     async def _generate_group(self, task: PromptTask, request: GenerationRequest) -> GeneratedGroup:
         failed_on: list[str] = []
+        aborted: list[int] = []
         async with self._slots:
             while True:
                 server = await self._pool.pick(self._wait_for_server_s, failed_on)
                 finished: list[Completion] = []
-                attempt = len(failed_on)
+                attempt = len(failed_on) + len(aborted)
                 try:
                     await self._attempt(server, task, request, attempt, finished)
+                    if num_aborted := sum(map(_is_aborted, finished)):
+                        aborted.append(num_aborted)
+                        if len(aborted) <= MAX_ABORTS:
+                            continue
+                        raise UnavailableError(f"servers aborted its samples {len(aborted)} times; are weights pushed all the time?")
                 except _RETRIED as error:
                     failed_on.append(server.server_id)
-                    if len(failed_on) <= self._config.retries:
+                    if len(failed_on) <= self._config.retries and len(aborted) <= MAX_ABORTS:
                         continue
                     if not isinstance(error, DeadlineError):
                         raise type(error)(f"group {task.uid!r} failed on {', '.join(failed_on)}; last: {error}") from error
+                    finished = [completion for completion in finished if not _is_aborted(completion)]
                     check_completions(finished, server.server_id, self._vocab_size)
-                return _as_group(task, request, attempt, server.server_id, finished)
+                return _as_group(task, request, attempt, server.server_id, finished, num_aborted=sum(aborted))
 
     async def _attempt(
         self, server: ServerLease[RolloutEndpoint], task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
@@ -169,7 +182,8 @@ class Dispatcher:
         )
         async with aclosing(call) as stream:
             async for completion in stream:
-                finished.append(completion)  # noqa: PERF401 - what came before an error counts
+                require_fresh(completion, request.min_policy_version)
+                finished.append(completion)
 
 
 def sample_seed(run_seed: int, uid: str, sample_index: int, attempt: int) -> int:
@@ -212,17 +226,27 @@ async def _unless_gone(server: ServerLease[RolloutEndpoint], work: Coroutine[Non
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+def require_fresh(completion: Completion, min_policy_version: int) -> None:
+    """Refuse tokens of an older policy than was asked for.
+
+    Raises: StalePolicyError: names both versions.
+    """
+    oldest = min((span.policy_version for span in completion.policy_version_spans), default=min_policy_version)
+    if oldest < min_policy_version:
+        raise StalePolicyError(f"a sample has tokens of policy version {oldest}, but at least version {min_policy_version} was asked for")
+
+
+def _is_aborted(completion: Completion) -> bool:
+    return completion.finish_reason is FinishReason.ABORT
+
+
 def check_completions(completions: Sequence[Completion], server_id: str, vocab_size: int) -> None:
     """Refuse what an engine cannot have sampled.
 
-    Raises:
-        InternalError: names the server and what is wrong with its answer.
-        UnavailableError: the server aborted a sample.
+    Raises: InternalError: names the server and what is wrong with its answer.
     """
     if not completions:
         return
-    if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
-        raise UnavailableError(f"rollout server {server_id!r} aborted a sample")
     if any(completion.response_ids.size != completion.rollout_logprobs.size for completion in completions):
         raise InternalError(f"rollout server {server_id!r} answered another number of log-probabilities than of tokens")
     ids = np.concatenate([completion.response_ids for completion in completions])
@@ -233,7 +257,9 @@ def check_completions(completions: Sequence[Completion], server_id: str, vocab_s
         raise InternalError(f"rollout server {server_id!r} answered log-probabilities that are not finite")
 
 
-def _as_group(task: PromptTask, request: GenerationRequest, attempt: int, server_id: str, finished: Sequence[Completion]) -> GeneratedGroup:
+def _as_group(
+    task: PromptTask, request: GenerationRequest, attempt: int, server_id: str, finished: Sequence[Completion], *, num_aborted: int
+) -> GeneratedGroup:
     usable = sorted((completion for completion in finished if completion.response_ids.size), key=lambda completion: completion.sample_index)
     return GeneratedGroup(
         task=task,
@@ -243,4 +269,5 @@ def _as_group(task: PromptTask, request: GenerationRequest, attempt: int, server
         completions=tuple(usable),
         num_empty=len(finished) - len(usable),
         num_missing=request.num_samples - len(finished),
+        num_aborted=num_aborted,
     )

@@ -39,7 +39,8 @@ class CollectedExperience:
     """Scalars about the experience of one call; rewards, lengths and stopped have one entry per queued sample.
 
     num_groups: groups put into the queue (with at least one scored sample). num_dropped_groups: those without any.
-    num_empty, num_missing: completions without tokens, and not finished in time. num_unscored: not scored or error.
+    num_empty, num_missing: completions without tokens, and not finished in time. num_aborted: ended early by a server and generated again;
+    not in what was queued. num_unscored: not scored or error.
     num_zero_std: queued groups of several samples whose rewards are all equal.
     """
 
@@ -47,6 +48,7 @@ class CollectedExperience:
     num_dropped_groups: int = 0
     num_empty: int = 0
     num_missing: int = 0
+    num_aborted: int = 0
     num_unscored: int = 0
     num_zero_std: int = 0
     first_unscored_message: str = ""
@@ -69,6 +71,7 @@ class CollectedExperience:
             "num_dropped_groups": float(self.num_dropped_groups),
             "num_empty": float(self.num_empty),
             "num_missing": float(self.num_missing),
+            "num_aborted": float(self.num_aborted),
             "unscored_share": self.unscored_share,
         }
         if not self.rewards:
@@ -176,6 +179,7 @@ class ExperienceCollector:
         collected.num_unscored += len(unscored)
         collected.num_empty += scored.group.num_empty
         collected.num_missing += scored.group.num_missing
+        collected.num_aborted += scored.group.num_aborted
         collected.num_groups += bool(records)
         collected.num_dropped_groups += not records
         rewards = [record.reward for record in records]

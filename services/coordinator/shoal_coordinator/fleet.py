@@ -2,43 +2,44 @@
 
 A rollout server is *ready* when it serves exactly the current policy version; otherwise it is *fenced* until a weight
 push brings it there. Fenced servers are caught up in the background, one push at a time. A server that a call found
-unavailable is *suspect*, and asked until it answers again.
+unavailable is *suspect*, and asked until it answers again. An audit that finds other weights in a server fences it too.
 
-Invariant: `weights_lock` is held by whoever reads the actor's weights (a push) or changes them (an update), so a push
-never mixes two versions.
+Invariant: `weights_lock` is held by whoever reads the actor's weights (a push, an audit) or changes them (an update), so a
+push never mixes two versions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from shoal.config.models import RunConfig
-from shoal.errors import NotFoundError, ShoalError, TransportError, UnavailableError
+from shoal.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.telemetry.logs import get_logger
-from shoal.types import ServiceInfo, ServiceKind
+from shoal.types import Int32Array, ServiceInfo, ServiceKind
+from shoal_coordinator.audit import Auditor, require_comparable
+from shoal_coordinator.audit_report import AuditReport
 from shoal_coordinator.connections import Connector
 from shoal_coordinator.dispatcher import RolloutEndpoint
-from shoal_coordinator.gangs import Closable, Gang
+from shoal_coordinator.gangs import Gang
 from shoal_coordinator.members import RewardMember, RolloutMember, WatchedReward, WatchedRollout
-from shoal_coordinator.push import WeightPush
 from shoal_coordinator.push_history import PushHistory, PushReason
+from shoal_coordinator.pushing import MemberPusher
 from shoal_coordinator.registry import Missing, Registry, RegistryChange, RegistryEvent
+from shoal_coordinator.roster import Roster
 from shoal_coordinator.scoring import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
-from shoal_coordinator.stage_clock import Stage, StageClock
+from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.waiting import WaitBoard
 
 log = get_logger(__name__)
 
 GANG_KINDS = frozenset({ServiceKind.ACTOR, ServiceKind.CRITIC})
 CATCH_UP_PAUSE_S = 1.0
-HOPELESS_FAILURES = 3
-HOPELESS_LEASES = 2.0
-"""A server that lives but has failed every push for so many leases will not come round by itself."""
-CLOSE_TIMEOUT_S = 5.0
+CHECK_TIMEOUT_S = 10.0
+"""Deadline of asking a server that takes traffic for its version; a busy one answers late."""
 
 ClientT = TypeVar("ClientT")
 
@@ -60,18 +61,16 @@ class Fleet:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._connector = connector
         self._config = config
-        self._clock = clock
         self._waits = waits
         self._history = history
         self._rollout_pool = rollout_pool
         self._reward_pool = reward_pool
-        self._now_s = now_s
-        self._rollouts: dict[str, RolloutMember] = {}
-        self._rewards: dict[str, RewardMember] = {}
-        self._gangs: dict[str, Gang] = {}
-        self._to_close: list[Closable] = []
+        self._roster = Roster(connector, config, clock, waits)
+        lease_s = config.coordinator.lease_s
+        self._pusher = MemberPusher(config.push, lease_s=lease_s, history=history, clock=clock, waits=waits, now_s=now_s)
+        self._auditor = Auditor(config)
+        self._num_step_pushes = 0
         self._lost_gang: str | None = None
         self._changed = asyncio.Event()
         self.weights_lock = asyncio.Lock()
@@ -87,56 +86,62 @@ class Fleet:
 
     def rollouts(self) -> tuple[RolloutMember, ...]:
         """All registered rollout servers."""
-        return tuple(self._rollouts.values())
+        return tuple(self._roster.rollouts.values())
 
     def ready_rollouts(self) -> tuple[RolloutMember, ...]:
         """The rollout servers that may take traffic."""
-        return tuple(member for member in self._rollouts.values() if self.is_ready(member.info))
+        return tuple(member for member in self.rollouts() if self.is_ready(member.info))
 
     def traffic_ids(self) -> tuple[str, ...]:
         """Ids of the rollout and reward servers that take traffic."""
         return self._rollout_pool.server_ids() + self._reward_pool.server_ids()
-
-    def rewards(self) -> tuple[RewardMember, ...]:
-        """All registered reward servers."""
-        return tuple(self._rewards.values())
 
     def gang(self, kind: ServiceKind) -> Gang:
         """The actor or the critic.
 
         Raises: NotFoundError: it is not registered.
         """
-        for gang in self._gangs.values():
-            if gang.info.kind is kind:
-                return gang
-        raise NotFoundError(f"no {kind} gang is registered; start it, or look at its log")
+        return self._roster.gang(kind)
 
     def is_ready(self, info: ServiceInfo) -> bool:
         """Whether a service may be used; a rollout server only with the current version, once that is known."""
         if info.kind is ServiceKind.REWARD:
-            reward = self._rewards.get(info.service_id)
+            reward = self._roster.rewards.get(info.service_id)
             return reward is not None and not reward.suspect
         if info.kind is not ServiceKind.ROLLOUT:
             return True
-        member = self._rollouts.get(info.service_id)
-        return member is not None and not member.suspect and self._current_version in (None, member.served_version)
+        member = self._roster.rollouts.get(info.service_id)
+        return member is not None and member.serves(member.served_version if self._current_version is None else self._current_version)
 
     def served_version(self, info: ServiceInfo) -> int:
         """The version that a service is known to serve or hold; what it registered with if it is no rollout server."""
-        member = self._rollouts.get(info.service_id)
+        member = self._roster.rollouts.get(info.service_id)
         return info.policy_version if member is None else member.served_version
 
     def state_of(self, info: ServiceInfo) -> str:
         """ready, silent or fenced."""
         if self.is_ready(info):
             return "ready"
-        member = self._rollouts.get(info.service_id) or self._rewards.get(info.service_id)
+        member = self._roster.rollouts.get(info.service_id) or self._roster.rewards.get(info.service_id)
         return "silent" if member is None or member.suspect else "fenced"
 
+    def fenced_because(self, info: ServiceInfo) -> str:
+        """What the last push or audit found wrong with a rollout server; empty if nothing."""
+        member = self._roster.rollouts.get(info.service_id)
+        return "" if member is None else member.wrong or member.last_error
+
     def set_policy_version(self, policy_version: int) -> None:
-        """Make a version current: servers with another one are fenced, and caught up by `run`."""
-        self._current_version = policy_version
+        """Make a version current: servers with another one are fenced, and caught up by `run`.
+
+        Nothing is routed to a server with another version from here on; servers learn it with their leases as the least that they
+        may answer with.
+        """
+        self._current_version = self._registry.required_policy_version = policy_version
         self._wake()
+
+    def set_probe_prompts(self, prompts: Sequence[Int32Array]) -> None:
+        """Prompts for the probe sets of audits; [P] ids each."""
+        self._auditor.probe_prompts = prompts
 
     def missing(self, counts: Mapping[ServiceKind, int]) -> Missing:
         """Kinds with fewer ready services than wanted, as (ready, wanted)."""
@@ -168,39 +173,56 @@ class Fleet:
     async def push(self, policy_version: int) -> None:
         """Bring every registered server to a new version; the caller holds weights_lock.
 
-        Servers go on with the old version meanwhile. Those that missed the push, all if it failed, are fenced after it.
+        Servers go on with the old version meanwhile, and with their requests. Those that missed the push, all if it failed, are
+        fenced after it. Every `push.audit_every` pushes the servers are audited.
         """
         # A suspect would only hold the others up until PREPARE's deadline; it is caught up once it answers.
-        if members := {name: member for name, member in self._rollouts.items() if not member.suspect}:
+        if members := {name: member for name, member in self._roster.rollouts.items() if not member.suspect}:
             await self._push_to(members, policy_version, PushReason.STEP)
+        # In one go with what the push has changed: a server that swapped in time must not lose its running requests.
         self.set_policy_version(policy_version)
+        self._num_step_pushes += 1
+        if (every := self._config.push.audit_every) and self._num_step_pushes % every == 0 and (audited := self._auditable()):
+            await self._audit(audited)
+
+    async def audit(self, timeout_s: float) -> AuditReport:
+        """Compare all ready servers with the trainer as soon as its weights are free.
+
+        Raises: StateError: there is nothing to compare yet. DeadlineError: not done within timeout_s. NotFoundError: no actor.
+        """
+        require_comparable(self._auditable(), self.policy_version)
+        try:
+            async with asyncio.timeout(timeout_s), self.weights_lock:
+                members = self._auditable()
+                require_comparable(members, self.policy_version)
+                return await self._audit(members)
+        except TimeoutError:
+            raise DeadlineError(f"the audit did not end within {timeout_s:g} s; the run may be in an update or a push: try again") from None
 
     async def run(self) -> None:
-        """Catch up fenced servers and close left connections until cancelled."""
+        """Catch up fenced servers, watch the others, and close left connections until cancelled."""
         try:
-            while True:
-                changed = self._changed
-                await self._close_left()
-                all_answer = await self._probe_suspects()
-                all_current = await self._catch_up()
-                if all_answer and all_current:
-                    await self._pause(changed, None)
-                else:
-                    # A failed push wakes everybody, this loop too: only what changes from here on may end the pause early.
-                    await self._pause(self._changed, CATCH_UP_PAUSE_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._roster.run())
+                group.create_task(self._watch_versions())
+                await self._catch_up_forever()
         finally:
-            await self._close_all()
+            await self._roster.close()
 
-    async def _pause(self, changed: asyncio.Event, timeout_s: float | None) -> None:
-        try:
-            await asyncio.wait_for(changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+    async def _catch_up_forever(self) -> None:
+        while True:
+            changed = self._changed
+            all_answer = await self._probe_suspects()
+            all_current = await self._catch_up()
+            if all_answer and all_current:
+                await changed.wait()
+            else:
+                # A failed push wakes everybody, this loop too: only what changes from here on may end the pause early.
+                await _wait_for(self._changed, CATCH_UP_PAUSE_S)
 
     async def _probe_suspects(self) -> bool:
         """Ask suspects whether they answer again; False if some do not."""
-        members: list[RolloutMember | RewardMember] = [*self._rollouts.values(), *self._rewards.values()]
-        suspects = [member for member in members if member.suspect]
+        suspects = [member for member in self._roster.members() if member.suspect]
         for member in suspects:
             try:
                 await member.probe()
@@ -217,6 +239,29 @@ class Fleet:
             member.suspect = True
             self._wake()
 
+    async def _watch_versions(self) -> None:
+        """Ask the servers that take traffic, once a lease, which version they serve: what they say counts."""
+        while True:
+            await asyncio.sleep(self._config.coordinator.lease_s)
+            async with asyncio.TaskGroup() as group:
+                for member in self.ready_rollouts():
+                    group.create_task(self._check_version(member))
+
+    async def _check_version(self, member: RolloutMember) -> None:
+        num_pushes = self._pusher.num_pushes
+        try:
+            version = await member.describe_version(CHECK_TIMEOUT_S)
+        except UnavailableError:
+            self._suspect(member)
+            return
+        except ShoalError as error:  # late or odd; its lease tells whether it lives
+            log.debug("version_unknown", service_id=member.info.service_id, error=str(error))
+            return
+        # The answer is of no use if a push has changed the version meanwhile, or may have.
+        if num_pushes == self._pusher.num_pushes and not self._pusher.is_pushing and member.note_version(version):
+            log.error("server_serves_other_version", server=member.info.service_id, served=version, current=self.policy_version)
+            self._wake()
+
     async def _catch_up(self) -> bool:
         """Push to all fenced servers; False if some are still fenced."""
         fenced = self._fenced()
@@ -227,64 +272,51 @@ class Fleet:
                 # A step's push may have reached them while the lock was held elsewhere.
                 if fenced := self._fenced():
                     await self._push_to(fenced, self.policy_version, PushReason.CATCH_UP)
+                    self._wake()
         return not self._fenced()
 
     def _fenced(self) -> dict[str, RolloutMember]:
-        if self._current_version is None or not self._has_actor():
+        if self._current_version is None or not self._roster.has_gang(ServiceKind.ACTOR):
             return {}
-        return {
-            name: member for name, member in self._rollouts.items() if member.served_version != self._current_version and not member.suspect
-        }
-
-    def _has_actor(self) -> bool:
-        return any(gang.info.kind is ServiceKind.ACTOR for gang in self._gangs.values())
+        version = self._current_version
+        return {name: member for name, member in self._roster.rollouts.items() if not member.suspect and not member.serves(version)}
 
     async def _push_to(self, members: Mapping[str, RolloutMember], version: int, reason: PushReason) -> None:
-        source = self.gang(ServiceKind.ACTOR).require_source()
-        sinks = {name: member.sink for name, member in members.items()}
-        transaction = WeightPush(source, sinks, version, self._config.push)
-        with self._waits.waiting("coordinator", list(members), f"weight push of policy version {version}"), self._clock.measure(Stage.PUSH):
-            try:
-                report = await transaction.run()
-            finally:
-                self._history.add(transaction.report(), reason)
-        for name, member in members.items():
-            if name in report.committed_servers:
-                member.served_version, member.num_failures, member.failing_since_s = version, 0, None
-            else:
-                self._note_failure(member, report.failed_servers.get(name) or report.error or "unknown")
-        self._wake()
+        await self._pusher.push(self.gang(ServiceKind.ACTOR).require_source(), members, version, reason)
 
-    def _note_failure(self, member: RolloutMember, error: str) -> None:
-        member.num_failures += 1
-        member.last_error = error
-        if member.failing_since_s is None:
-            member.failing_since_s = self._now_s()
-        log.warning("server_fenced", server=member.info.service_id, error=error, failures=member.num_failures)
+    def _auditable(self) -> dict[str, RolloutMember]:
+        if self._current_version is None:
+            return {}
+        return {member.info.service_id: member for member in self.ready_rollouts()}
+
+    async def _audit(self, members: Mapping[str, RolloutMember]) -> AuditReport:
+        """Compare, record, and fence what differs; the caller holds weights_lock."""
+        with self._waits.waiting("coordinator", list(members), f"audit of policy version {self.policy_version}"):
+            report = await self._auditor.audit(self.gang(ServiceKind.ACTOR), members, self.policy_version)
+        self._history.add_audit(report)
+        for name, server in report.servers.items():
+            if server.differs:
+                members[name].wrong = f"its weights differ from the trainer's in {server.first_difference}"
+        self._wake()
+        return report
 
     def _is_ready_or_hopeless(self, info: ServiceInfo) -> bool:
         """As is_ready, but give up on a wait that cannot end well.
 
-        Raises: TransportError: every registered server is alive and has refused every push for HOPELESS_LEASES leases.
+        Raises: TransportError: every registered server is alive and has refused every push for long.
         """
-        members = list(self._rollouts.values())
-        if info.kind is ServiceKind.ROLLOUT and members and all(self._is_hopeless(member) for member in members):
-            reasons = "; ".join(f"{member.info.service_id}: {member.last_error}" for member in members)
-            raise TransportError(f"policy version {self.policy_version} cannot be pushed to any rollout server: {reasons}")
+        if info.kind is ServiceKind.ROLLOUT:
+            self._pusher.refuse_hopeless(self._roster.rollouts, self.policy_version)
         return self.is_ready(info)
-
-    def _is_hopeless(self, member: RolloutMember) -> bool:
-        if member.failing_since_s is None or member.num_failures < HOPELESS_FAILURES:
-            return False
-        return self._now_s() - member.failing_since_s > HOPELESS_LEASES * self._config.coordinator.lease_s
 
     def _on_event(self, event: RegistryEvent) -> None:
         log.info("service_changed", change=event.change, service_id=event.info.service_id, kind=event.info.kind, address=event.info.address)
         if event.change is not RegistryChange.JOINED:
-            self._drop(event.info.service_id)
+            self._roster.drop(event.info.service_id)
+            self._pusher.leave_out(event.info.service_id)
             self._note_gang_loss(event)
         if event.change in (RegistryChange.JOINED, RegistryChange.REPLACED):
-            self._open(event.info)
+            self._roster.open(event.info)
         self._wake()
 
     def _note_gang_loss(self, event: RegistryEvent) -> None:
@@ -295,53 +327,9 @@ class Fleet:
                 "with it; look at its log for the cause, remove it, and start the run again"
             )
 
-    def _open(self, info: ServiceInfo) -> None:
-        if info.kind is ServiceKind.ROLLOUT:
-            client, sink = self._connector.rollout(info.address), self._connector.sink(info.address)
-            self._rollouts[info.service_id] = RolloutMember(info=info, client=client, sink=sink, served_version=info.policy_version)
-        elif info.kind is ServiceKind.REWARD:
-            self._rewards[info.service_id] = RewardMember(info=info, client=self._connector.reward(info.address))
-        else:
-            self._gangs[info.service_id] = self._open_gang(info)
-
-    def _open_gang(self, info: ServiceInfo) -> Gang:
-        is_actor = info.kind is ServiceKind.ACTOR
-        section = self._config.actor if is_actor else self._config.critic
-        return Gang(
-            info=info,
-            trainer=self._connector.trainer(info.address),
-            source=self._connector.source(info.address) if is_actor else None,
-            clock=self._clock,
-            waits=self._waits,
-            timeout_s=section.command_timeout_s,
-        )
-
-    def _drop(self, service_id: str) -> None:
-        if (rollout := self._rollouts.pop(service_id, None)) is not None:
-            self._rollout_pool.remove(service_id)
-            self._to_close += [rollout.client, rollout.sink]
-        if (reward := self._rewards.pop(service_id, None)) is not None:
-            self._reward_pool.remove(service_id)
-            self._to_close.append(reward.client)
-        if (gang := self._gangs.pop(service_id, None)) is not None:
-            self._to_close += gang.connections()
-
-    async def _close_all(self) -> None:
-        for service_id in [*self._rollouts, *self._rewards, *self._gangs]:
-            self._drop(service_id)
-        await self._close_left()
-
-    async def _close_left(self) -> None:
-        left, self._to_close = self._to_close, []
-        for connection in left:
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await connection.close()
-            except (TimeoutError, ShoalError) as error:
-                log.warning("close_failed", error=repr(error))
-
     def _wake(self) -> None:
         """Give ready servers traffic and fenced ones none; let everybody who waits look again."""
+        self._roster.publish_versions()
         self._update_pools()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -350,7 +338,7 @@ class Fleet:
     def _update_pools(self) -> None:
         rollouts = self.ready_rollouts() if self._current_version is not None else ()
         _keep_only(self._rollout_pool, {member.info.service_id: self._watched_rollout(member) for member in rollouts})
-        rewards = [member for member in self._rewards.values() if not member.suspect]
+        rewards = [member for member in self._roster.rewards.values() if not member.suspect]
         _keep_only(self._reward_pool, {member.info.service_id: self._watched_reward(member) for member in rewards})
 
     def _watched_rollout(self, member: RolloutMember) -> RolloutEndpoint:
@@ -358,6 +346,13 @@ class Fleet:
 
     def _watched_reward(self, member: RewardMember) -> RewardEndpoint:
         return WatchedReward(member.client, lambda: self._suspect(member))
+
+
+async def _wait_for(changed: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(changed.wait(), timeout_s)
+    except TimeoutError:
+        return
 
 
 def _keep_only(pool: ServerPool[ClientT], wanted: Mapping[str, ClientT]) -> None:

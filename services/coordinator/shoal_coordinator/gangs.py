@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.errors import ShoalError, StateError
-from shoal.types import Batch, ExportResult, ServiceInfo, TrainerDescription, UpdateResult
-from shoal_coordinator.push import WeightSource
+from shoal.types import Batch, ExportResult, ServiceInfo, TokenScores, TokenSequence, TrainerDescription, UpdateResult
+from shoal_coordinator.push_calls import WeightSource
 from shoal_coordinator.stage_clock import Stage, StageClock
 from shoal_coordinator.waiting import WaitBoard
 
@@ -48,7 +48,15 @@ class TrainerCalls(Protocol):
         ...
 
 
-class TrainerConnection(TrainerCalls, Closable, Protocol):
+class TokenScoring(Protocol):
+    """The actor's part in an audit."""
+
+    async def score_tokens(self, sequences: Sequence[TokenSequence], *, timeout_s: float) -> tuple[list[TokenScores], int]:
+        """Log-probabilities and greedy choices at the response tokens, and the policy version that they are of."""
+        ...
+
+
+class TrainerConnection(TrainerCalls, TokenScoring, Closable, Protocol):
     """A gang's commands over a channel."""
 
 

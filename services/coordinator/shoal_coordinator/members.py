@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from shoal.errors import UnavailableError
+from shoal.errors import StalePolicyError, UnavailableError
 from shoal.types import Completion, SamplingParams, ScoreResult, ScoreSample, ServiceInfo
+from shoal.weights.plan import ServerPlan
 from shoal_coordinator.connections import RewardCalls, RolloutCalls, SinkConnection
 
 PROBE_TIMEOUT_S = 2.0
@@ -19,26 +20,68 @@ PROBE_TIMEOUT_S = 2.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutMember:
-    """A rollout server; served_version is what it is known to serve. The rest describes pushes that missed it."""
+    """A rollout server; served_version is what it is known to serve.
+
+    wrong: what an audit found different in the weights it serves. plan: of the last push that it committed. failures and what follows
+    describe pushes that missed it since the last one that reached it.
+    """
 
     info: ServiceInfo
     client: RolloutCalls
     sink: SinkConnection
     served_version: int
     suspect: bool = False
+    wrong: str = ""
+    plan: ServerPlan | None = None
+    needs_dense: bool = True
+    pushes_since_dense: int = 0
     num_failures: int = 0
     failing_since_s: float | None = None
     last_error: str = ""
 
-    async def probe(self) -> None:
-        """Ask a suspect whether it serves, and which version.
+    def serves(self, policy_version: int) -> bool:
+        """Whether it answers, with exactly this version."""
+        return not self.suspect and not self.wrong and self.served_version == policy_version
+
+    def wants_dense(self, dense_every: int) -> bool:
+        """Whether the next push must send everything: after whatever went wrong, and every so many pushes."""
+        return self.needs_dense or self.pushes_since_dense + 1 >= dense_every
+
+    def note_commit(self, policy_version: int, plan: ServerPlan | None, *, dense: bool) -> None:
+        """A push has reached it."""
+        self.served_version, self.plan = policy_version, plan
+        self.wrong, self.needs_dense = "", False
+        self.pushes_since_dense = 0 if dense else self.pushes_since_dense + 1
+        self.num_failures, self.failing_since_s, self.last_error = 0, None, ""
+
+    def note_failure(self, error: str, now_s: float) -> None:
+        """A push has missed it."""
+        self.needs_dense = True
+        self.num_failures += 1
+        self.last_error = error
+        if self.failing_since_s is None:
+            self.failing_since_s = now_s
+
+    def note_version(self, policy_version: int) -> bool:
+        """It says which version it serves; whether that is another one than was thought."""
+        if policy_version == self.served_version:
+            return False
+        self.served_version, self.plan, self.needs_dense = policy_version, None, True
+        return True
+
+    async def describe_version(self, timeout_s: float) -> int:
+        """Ask whether it serves, and which version.
 
         Raises: ShoalError: it does not answer. UnavailableError: it drains.
         """
-        description = await self.client.describe(timeout_s=PROBE_TIMEOUT_S)
+        description = await self.client.describe(timeout_s=timeout_s)
         if description.draining:
             raise UnavailableError(f"rollout server {self.info.service_id!r} drains")
-        self.served_version = description.policy_version
+        return description.policy_version
+
+    async def probe(self) -> None:
+        """Ask a suspect whether it serves. Raises: as describe_version."""
+        self.note_version(await self.describe_version(PROBE_TIMEOUT_S))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,7 +101,7 @@ class RewardMember:
 
 
 class WatchedRollout:
-    """Generation that reports when the server is unavailable."""
+    """Generation that reports when the server is unavailable, or older than it was thought to be."""
 
     def __init__(self, client: RolloutCalls, on_unavailable: Callable[[], None]) -> None:
         self._client = client
@@ -81,7 +124,7 @@ class WatchedRollout:
             async with aclosing(stream):
                 async for completion in stream:
                     yield completion
-        except UnavailableError:
+        except (UnavailableError, StalePolicyError):
             self._on_unavailable()
             raise
 

@@ -1,14 +1,17 @@
 """One weight push as a transaction over the actor gang (source) and the rollout servers (sinks).
 
-    PREPARE    sinks answer layouts, the source its shards; coordinator and ranks plan on their own and must agree on the plan's hash
-    TRANSFER   every rank writes its slices into the sinks' staging; exactly one digest must come back for each planned copy
-    VERIFY     every sink digests its staging
-    COMMIT     all sinks swap side by side; no way back
+    PREPARE    both ends answer their layouts; coordinator, servers and ranks each compute a server's plan and must agree on its hash
+    TRANSFER   every rank writes its slices into the servers' staging; exactly one digest must come back for each bucket of the plan
+    VERIFY     every server digests its staging
+    COMMIT     the servers swap, side by side (barrier) or one after another (rolling); no way back
     ABORT      everyone drops the push and stays on the old version
 
-A sink that fails before COMMIT is left out and the others go on. A source that fails, or no sink left, aborts. A sink whose COMMIT was not
-answered is asked again, since committing is idempotent; one that stays silent is reported. Whoever calls fences the failed servers:
+A server that fails before COMMIT is left out and the others go on. A source that fails, or no server left, aborts. A server whose COMMIT
+was not answered is asked again, since committing is idempotent; one that stays silent is reported. Whoever calls fences the failed servers:
 they take no traffic until a push reaches them. Weight bytes never pass through here.
+
+Each stage has one deadline for all of its calls (rolling: COMMIT has one for each server); ABORT adds at most ABORT_TIMEOUT_S. Where a
+stage has calls after the servers' own, these get half of what is left, so that one silent server does not cost the others the push.
 """
 
 from __future__ import annotations
@@ -16,106 +19,64 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shoal.config.models import PushSection
 from shoal.errors import DeadlineError, InternalError, InvalidRequestError, ShoalError, StateError, TransportError, UnavailableError
 from shoal.telemetry.logs import get_logger
-from shoal.types.weights import CopyDigest, SinkCommitted, SinkLayout, SinkVerified, SourcePrepared, SourceShard, SourceTransferred
-from shoal.weights.planner import PushPlan, plan_copies
+from shoal.types.weights import InflightMode, PairDigests, SinkCommitted, SinkPrepared, SinkTarget, SourceLayout
+from shoal.weights.plan import PushPlan, ServerPlan
+from shoal.weights.planner import plan_push
 from shoal.weights.stages import PushStage, advance
+from shoal_coordinator.push_calls import Deadline, PushSink, WeightSource, outcome_of, outcomes_of, reason_of, undisturbed, unwrap
+from shoal_coordinator.push_report import PushReport, ServerReport
 
 log = get_logger(__name__)
 Answer = TypeVar("Answer")
 
-ABORT_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 4.0
 """Deadline of ABORT: what a failed push may add to the deadlines of its stages."""
+COURTESY_S = 0.5
+"""How long a push that commits waits at its end for the answers of servers that it left out; they drop it by themselves."""
+SERVER_SHARE = 0.5
+"""Of the time left, for calls that a silent server may use up while others need the rest."""
 COMMIT_ASKS = 2
 """An unavailable server is tried again by its client; this is for an answer that was lost."""
+ASK_AGAIN_S = 5.0
+"""Of COMMIT's deadline, kept for asking again; half of it if that is less."""
 _UNKNOWN_OUTCOME = (TimeoutError, UnavailableError, DeadlineError, InternalError, TransportError)
 """After these a sink may or may not have committed; any other ShoalError is a refusal."""
 
 
-class WeightSink(Protocol):
-    """A rollout server's end; `shoal.clients.weights.WeightSinkClient`."""
-
-    async def prepare(self, push_id: str, policy_version: int, *, timeout_s: float) -> tuple[SinkLayout, int]:
-        """Answer the layout of every worker and the version being served."""
-        ...
-
-    async def verify(
-        self, push_id: str, policy_version: int, plan_hash: str, digests: Sequence[CopyDigest], *, timeout_s: float
-    ) -> SinkVerified:
-        """Check the staged bytes and ready the swap."""
-        ...
-
-    async def commit(self, push_id: str, policy_version: int, *, timeout_s: float) -> SinkCommitted:
-        """Serve the staged version; repeating succeeds."""
-        ...
-
-    async def abort(self, push_id: str, *, timeout_s: float) -> int:
-        """Drop the push; answers the version being served."""
-        ...
-
-
-class WeightSource(Protocol):
-    """The actor gang's end; `shoal.clients.weights.WeightSourceClient`."""
-
-    async def describe(self, *, timeout_s: float) -> tuple[list[SourceShard], int]:
-        """Answer the shards of every rank and the policy version that they hold."""
-        ...
-
-    async def prepare(self, push_id: str, policy_version: int, sinks: Sequence[SinkLayout], *, timeout_s: float) -> SourcePrepared:
-        """Plan on every rank."""
-        ...
-
-    async def transfer(self, push_id: str, *, timeout_s: float) -> SourceTransferred:
-        """Write on every rank; a server that could not be written to is missing from the digests."""
-        ...
-
-    async def abort(self, push_id: str, *, timeout_s: float) -> None:
-        """Drop the push."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """How a push ended."""
-
-    push_id: str
-    policy_version: int
-    state: PushStage
-    """COMMITTED: at least one server serves the version. ABORTED: all serve what they served. FAILED: no server confirmed its COMMIT."""
-    stages_s: dict[str, float]
-    """Seconds in each stage that was entered."""
-    num_bytes: int
-    """Bytes that the ranks wrote."""
-    pause_ms: dict[str, float]
-    """How long each committed server did not serve."""
-    committed_servers: tuple[str, ...]
-    failed_servers: dict[str, str]
-    """Server to what went wrong; to be fenced."""
-    error: str | None
-    """Why the push was aborted or failed."""
-    started_unix_s: float
-
-
 async def push(
-    source: WeightSource, sinks: Mapping[str, WeightSink], policy_version: int, deadlines: PushSection, *, push_id: str | None = None
+    source: WeightSource,
+    sinks: Mapping[str, PushSink],
+    policy_version: int,
+    settings: PushSection,
+    *,
+    dense: Collection[str] = (),
+    push_id: str | None = None,
 ) -> PushReport:
     """Bring servers to a policy version: all of them after a step, or a single one that joined late.
 
     Args:
         source: the actor gang; it must hold `policy_version`.
         sinks: rollout servers by server id, at least one.
-        deadlines: seconds of each stage. PREPARE's holds for the sinks, and again for the source's planning.
+        settings: deadlines of the stages, bucket size, transport, order and manner of COMMIT.
+        dense: servers that are to get everything, whatever their staging holds.
     Returns: the report, also of a push that was aborted or failed.
     Raises: InvalidRequestError: no sinks. CancelledError: cancelled; the push was aborted, or finished if it had reached COMMIT.
     """
-    return await WeightPush(source, sinks, policy_version, deadlines, push_id=push_id).run()
+    return await WeightPush(source, sinks, policy_version, settings, dense=dense, push_id=push_id).run()
+
+
+def expires_s(settings: PushSection, num_servers: int) -> float:
+    """Sum of the stages' deadlines, in seconds: after that a server drops a push by itself."""
+    num_commits = num_servers if settings.commit == "rolling" else 1
+    before_commit_s = settings.prepare_timeout_s + settings.transfer_timeout_s + settings.verify_timeout_s
+    return before_commit_s + num_commits * settings.commit_timeout_s
 
 
 class WeightPush:
@@ -127,10 +88,11 @@ class WeightPush:
     def __init__(
         self,
         source: WeightSource,
-        sinks: Mapping[str, WeightSink],
+        sinks: Mapping[str, PushSink],
         policy_version: int,
-        deadlines: PushSection,
+        settings: PushSection,
         *,
+        dense: Collection[str] = (),
         push_id: str | None = None,
     ) -> None:
         if not sinks:
@@ -139,30 +101,32 @@ class WeightPush:
         self._source = source
         self._sinks = dict(sinks)
         self._policy_version = policy_version
-        self._deadlines = deadlines
+        self._settings = settings
         self.push_id = f"v{policy_version}-{secrets.token_hex(6)}" if push_id is None else push_id
+        self.plans: Mapping[str, ServerPlan] = {}
+        """By server id, once PREPARE is over."""
+        self._servers = {name: ServerReport(server_id=name, dense=name in dense) for name in sorted(sinks)}
         self._stage = PushStage.PREPARE
         self._started_unix_s = time.time()
         self._stages_s: dict[str, float] = {}
-        self._failed: dict[str, str] = {}
-        self._pause_ms: dict[str, float] = {}
-        self._num_bytes = 0
         self._error: str | None = None
+        self._farewells: list[asyncio.Task[object]] = []
+        self._deserted = asyncio.Event()
         self._log = log.bind(push_id=self.push_id, policy_version=policy_version)
 
     async def run(self) -> PushReport:
         """Carry the push to a terminal state; see `push`."""
         try:
-            await self._stage_and_verify()
+            await self._unless_deserted(self._stage_and_verify())
         except ShoalError as error:
             self._error = str(error)
-            await _undisturbed(self._abort())
+            await undisturbed(self._abort())
             return self.report()
         except BaseException as error:  # cancelled, or a fault of this program: the servers must not keep staging
             self._error = "cancelled" if isinstance(error, asyncio.CancelledError) else f"internal error: {error!r}"
-            await _undisturbed(self._abort())
+            await undisturbed(self._abort())
             raise
-        await _undisturbed(self._commit())
+        await undisturbed(self._commit())
         return self.report()
 
     def report(self) -> PushReport:
@@ -172,166 +136,228 @@ class WeightPush:
             policy_version=self._policy_version,
             state=self._stage,
             stages_s=dict(self._stages_s),
-            num_bytes=self._num_bytes,
-            pause_ms=dict(self._pause_ms),
-            committed_servers=tuple(sorted(self._pause_ms)),
-            failed_servers=dict(self._failed),
+            servers=self._servers,
             error=self._error,
             started_unix_s=self._started_unix_s,
         )
 
+    def leave_out(self, name: str, reason: str) -> None:
+        """Go on without a server that is known to be gone; ignored once it can no longer be left out."""
+        if name in self._servers and self._stage in (PushStage.PREPARE, PushStage.TRANSFER, PushStage.VERIFY):
+            self._fail(name, reason)
+            if not self._live():
+                self._deserted.set()
+
+    async def _unless_deserted(self, work: Coroutine[object, object, None]) -> None:
+        """Run work, but no longer than a server is left: the trainer may wait long for one that is gone."""
+        working, deserted = asyncio.create_task(work), asyncio.create_task(self._deserted.wait())
+        try:
+            await asyncio.wait({working, deserted}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._require_servers()
+            working.result()
+        finally:
+            working.cancel()
+            deserted.cancel()
+            await asyncio.gather(working, deserted, return_exceptions=True)
+
     async def _stage_and_verify(self) -> None:
         with self._timed():
-            plan = await self._prepare()
+            groups = await self._prepare(Deadline(self._settings.prepare_timeout_s))
         self._enter(PushStage.TRANSFER)
         with self._timed():
-            digests = await self._transfer(plan)
+            digests = await self._transfer(groups)
         self._enter(PushStage.VERIFY)
         with self._timed():
-            await self._verify(plan, digests)
+            await self._verify(digests)
 
-    async def _prepare(self) -> PushPlan:
-        timeout_s = self._deadlines.prepare_timeout_s
+    async def _prepare(self, deadline: Deadline) -> dict[str, str]:
+        """Agree on the plans; answers the collective groups of the servers that have one."""
+        layout, prepared = await self._describe(deadline)
+        await self._plan(layout, prepared, deadline)
+        planned = await self._ask(
+            lambda name, sink, timeout_s: sink.plan(
+                self.push_id, self._policy_version, self.plans[name].plan_hash, layout, timeout_s=timeout_s
+            ),
+            deadline.left_s(SERVER_SHARE),
+        )
+        self._require_servers()
+        # Only now: a rank must not try to reach a server that does not listen.
+        await self._plan_source(prepared, deadline)
+        return {name: planned[name].collective_group for name in self._live() if planned[name].collective_group}
+
+    async def _describe(self, deadline: Deadline) -> tuple[SourceLayout, dict[str, SinkPrepared]]:
+        timeout_s = deadline.left_s()
+        expiry_s = expires_s(self._settings, len(self._sinks))
         async with asyncio.TaskGroup() as group:
-            describing = group.create_task(_outcome(self._source.describe(timeout_s=timeout_s), timeout_s))
-            layouts = await self._ask_sinks(
-                lambda _, sink: sink.prepare(self.push_id, self._policy_version, timeout_s=timeout_s), timeout_s
+            describing = group.create_task(outcome_of(self._source.describe(timeout_s=timeout_s), timeout_s))
+            prepared = await self._ask(
+                lambda _, sink, timeout_s: sink.prepare(self.push_id, self._policy_version, expiry_s, timeout_s=timeout_s),
+                deadline.left_s(SERVER_SHARE),
             )
-        shards, held_version = _unwrap(describing.result(), "the trainer did not describe its shards")
+        for name, answer in prepared.items():
+            self._servers[name].served_version = answer.served_version
+            if answer.layout.server_id != name:
+                self._fail(name, f"answers as server {answer.layout.server_id!r}")
+        self._require_servers()
+        layout, held_version = unwrap(describing.result(), "the trainer did not describe its shards")
         if held_version != self._policy_version:
             msg = f"the trainer holds policy version {held_version}; version {self._policy_version} cannot be pushed"
             raise StateError(msg)
-        plan, sinks = await self._plan(shards, {server_id: layout for server_id, (layout, _) in layouts.items()})
-        prepared = _unwrap(
-            await _outcome(self._source.prepare(self.push_id, self._policy_version, sinks, timeout_s=timeout_s), timeout_s),
-            "the trainer did not plan the push",
-        )
-        if prepared.plan_hash != plan.plan_hash:
-            msg = f"the trainer planned {prepared.plan_hash[:12]}, the coordinator {plan.plan_hash[:12]}; do both run the same Shoal?"
-            raise TransportError(msg)
-        return plan
+        return layout, prepared
 
-    async def _plan(self, shards: Sequence[SourceShard], layouts: Mapping[str, SinkLayout]) -> tuple[PushPlan, list[SinkLayout]]:
-        """Plan for all sinks; those whose layout cannot be planned are left out."""
-        for server_id, layout in layouts.items():
-            if layout.server_id != server_id:
-                self._fail(server_id, f"answers as server {layout.server_id!r}")
-        self._require_sinks()
-        sinks = [layouts[server_id] for server_id in self._live()]
-        try:
-            return await asyncio.to_thread(plan_copies, shards, sinks), sinks
-        except TransportError:
-            await self._drop_unplannable(shards, sinks)
-        self._require_sinks()
-        sinks = [layouts[server_id] for server_id in self._live()]
-        return await asyncio.to_thread(plan_copies, shards, sinks), sinks
+    async def _plan(self, layout: SourceLayout, prepared: Mapping[str, SinkPrepared], deadline: Deadline) -> None:
+        """Plan for all servers; those whose layout cannot be planned are left out."""
+        sinks = [prepared[name].layout for name in self._live()]
+        settings, timeout_s = self._settings, deadline.left_s(SERVER_SHARE)
+        planning = asyncio.to_thread(plan_push, layout, sinks, bucket_bytes=settings.bucket_bytes, transport=settings.transport)
+        plan: PushPlan = unwrap(await outcome_of(planning, timeout_s), "the push could not be planned")
+        self.plans = plan.servers
+        for name in self._live():
+            if name in plan.servers:
+                self._servers[name].num_buckets = plan.servers[name].num_buckets
+                self._servers[name].transports = transports_of(plan.servers[name])
+            else:
+                self._fail(name, plan.errors.get(name, "no plan was made"))
+        self._require_servers()
 
-    async def _drop_unplannable(self, shards: Sequence[SourceShard], sinks: Sequence[SinkLayout]) -> None:
-        for sink in sinks:
-            try:
-                await asyncio.to_thread(plan_copies, shards, [sink])
-            except TransportError as error:
-                self._fail(sink.server_id, str(error))
+    async def _plan_source(self, prepared: Mapping[str, SinkPrepared], deadline: Deadline) -> None:
+        targets = [
+            SinkTarget(layout=prepared[name].layout, staged=prepared[name].staged, dense=self._servers[name].dense) for name in self._live()
+        ]
+        timeout_s = deadline.left_s()
+        planning = self._source.prepare(self.push_id, self._policy_version, targets, timeout_s=timeout_s)
+        planned = unwrap(await outcome_of(planning, timeout_s), "the trainer did not plan the push")
+        for name in self._live():
+            if name not in planned:
+                self._fail(name, "the trainer made no plan for it; the trainer's log says why")
+            elif planned[name].plan_hash != self.plans[name].plan_hash:
+                theirs, ours = planned[name].plan_hash[:12], self.plans[name].plan_hash[:12]
+                self._fail(name, f"the trainer planned {theirs}, the coordinator {ours}; do both run the same Shoal?")
+        self._require_servers()
 
-    async def _transfer(self, plan: PushPlan) -> dict[str, list[CopyDigest]]:
-        timeout_s = self._deadlines.transfer_timeout_s
-        outcome = await _outcome(self._source.transfer(self.push_id, timeout_s=timeout_s), timeout_s)
-        transferred = _unwrap(outcome, "the trainer did not write its slices")
-        self._num_bytes = transferred.num_bytes
-        for server_id in self._live():
-            if server_id not in transferred.digests:
-                self._fail(server_id, "the trainer could not write to its staging; the trainer's log says why")
-            elif (fault := plan.coverage_fault(server_id, transferred.digests[server_id])) is not None:
-                self._fail(server_id, fault)
-        self._require_sinks()
-        return transferred.digests
+    async def _transfer(self, groups: Mapping[str, str]) -> dict[str, tuple[PairDigests, ...]]:
+        timeout_s = self._settings.transfer_timeout_s
+        outcome = await outcome_of(self._source.transfer(self.push_id, groups, timeout_s=timeout_s), timeout_s)
+        transferred = unwrap(outcome, "the trainer did not write its slices")
+        for name in self._live():
+            transfer = transferred.servers.get(name)
+            if transfer is None:
+                self._fail(name, "the trainer does not say what it wrote; the trainer's log says why")
+                continue
+            self._servers[name].sent_bytes, self._servers[name].dense_bytes = transfer.sent_bytes, transfer.dense_bytes
+            fault = transfer.error or self.plans[name].coverage_fault(transfer.pairs)
+            if fault:
+                self._fail(name, fault)
+        self._require_servers()
+        return {name: transferred.servers[name].pairs for name in self._live()}
 
-    async def _verify(self, plan: PushPlan, digests: Mapping[str, Sequence[CopyDigest]]) -> None:
-        timeout_s = self._deadlines.verify_timeout_s
-        await self._ask_sinks(
-            lambda server_id, sink: sink.verify(
-                self.push_id, self._policy_version, plan.plan_hash, digests[server_id], timeout_s=timeout_s
+    async def _verify(self, digests: Mapping[str, tuple[PairDigests, ...]]) -> None:
+        verified = await self._ask(
+            lambda name, sink, timeout_s: sink.verify(
+                self.push_id, self._policy_version, self.plans[name].plan_hash, digests[name], timeout_s=timeout_s
             ),
-            timeout_s,
+            self._settings.verify_timeout_s,
         )
-        self._require_sinks()
+        for name, answer in verified.items():
+            self._servers[name].verify_ms = answer.verify_ms
+        self._require_servers()
 
     async def _commit(self) -> None:
         self._enter(PushStage.COMMIT)
         with self._timed():
-            async with asyncio.TaskGroup() as group:
-                for server_id in self._live():
-                    group.create_task(self._commit_sink(server_id))
-                # What was left out frees its staging meanwhile.
-                for server_id in self._failed:
-                    group.create_task(_outcome(self._sinks[server_id].abort(self.push_id, timeout_s=ABORT_TIMEOUT_S), ABORT_TIMEOUT_S))
-        if not self._pause_ms:
+            if self._settings.commit == "rolling":
+                for name in self._live():
+                    await self._commit_server(name)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for name in self._live():
+                        group.create_task(self._commit_server(name))
+        await self._end_farewells(COURTESY_S)
+        committed = self.report().committed_servers
+        if not committed:
             self._error = f"no server confirmed its COMMIT: {self._reasons()}"
-        self._enter(PushStage.COMMITTED if self._pause_ms else PushStage.FAILED)
-        self._log.info("push_ended", state=self._stage, committed=sorted(self._pause_ms), failed=sorted(self._failed))
+        self._enter(PushStage.COMMITTED if committed else PushStage.FAILED)
+        self._log.info("push_ended", state=self._stage, committed=committed, failed=sorted(self.report().failed_servers))
 
-    async def _commit_sink(self, server_id: str) -> None:
-        deadline_s = asyncio.get_running_loop().time() + self._deadlines.commit_timeout_s
+    async def _commit_server(self, name: str) -> None:
+        deadline = Deadline(self._settings.commit_timeout_s)
+        inflight = InflightMode(self._settings.inflight)
         outcome: SinkCommitted | Exception = DeadlineError("not asked")
         for asks_left in reversed(range(COMMIT_ASKS)):
-            remaining_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-            # Half of what is left, so that a lost answer leaves time to ask again.
-            timeout_s = remaining_s / 2 if asks_left else remaining_s
-            commit = self._sinks[server_id].commit(self.push_id, self._policy_version, timeout_s=timeout_s)
-            outcome = await _outcome(commit, timeout_s)
-            if not isinstance(outcome, _UNKNOWN_OUTCOME) or not asks_left:
+            timeout_s = max(deadline.left_s(0.5), deadline.left_s() - ASK_AGAIN_S) if asks_left else deadline.left_s()
+            commit = self._sinks[name].commit(self.push_id, self._policy_version, inflight, timeout_s=timeout_s)
+            outcome = await outcome_of(commit, timeout_s)
+            if not isinstance(outcome, _UNKNOWN_OUTCOME):
                 break
         if isinstance(outcome, Exception):
-            self._fail(server_id, _reason(outcome))
+            # No farewell: whether it serves the new version is not known, and aborting would not tell.
+            self._fail(name, reason_of(outcome), farewell=False)
         elif outcome.policy_version != self._policy_version:
-            self._fail(server_id, f"serves version {outcome.policy_version} after its COMMIT of {self._policy_version}")
+            self._fail(name, f"serves version {outcome.policy_version} after its COMMIT of {self._policy_version}", farewell=False)
         else:
-            self._pause_ms[server_id] = outcome.pause_ms
+            server = self._servers[name]
+            server.stage, server.pause_ms, server.num_aborted = PushStage.COMMITTED, outcome.pause_ms, outcome.num_aborted
 
     async def _abort(self) -> None:
         self._enter(PushStage.ABORT)
         with self._timed():
+            source = outcome_of(self._source.abort(self.push_id, timeout_s=ABORT_TIMEOUT_S), ABORT_TIMEOUT_S)
+            live = {name: self._sinks[name].abort(self.push_id, timeout_s=ABORT_TIMEOUT_S) for name in self._live()}
             async with asyncio.TaskGroup() as group:
-                group.create_task(_outcome(self._source.abort(self.push_id, timeout_s=ABORT_TIMEOUT_S), ABORT_TIMEOUT_S))
-                for server_id, sink in self._sinks.items():
-                    group.create_task(self._abort_sink(server_id, sink))
+                group.create_task(source)
+                aborting = group.create_task(outcomes_of(live, ABORT_TIMEOUT_S))
+                group.create_task(self._end_farewells(ABORT_TIMEOUT_S))
+            for name, outcome in aborting.result().items():
+                if isinstance(outcome, Exception):
+                    self._fail(name, reason_of(outcome), farewell=False)
         self._enter(PushStage.ABORTED)
-        self._log.warning("push_aborted", reason=self._error, failed=sorted(self._failed))
+        self._log.warning("push_aborted", reason=self._error, failed=sorted(self.report().failed_servers))
 
-    async def _abort_sink(self, server_id: str, sink: WeightSink) -> None:
-        outcome = await _outcome(sink.abort(self.push_id, timeout_s=ABORT_TIMEOUT_S), ABORT_TIMEOUT_S)
-        if isinstance(outcome, Exception) and server_id not in self._failed:
-            self._fail(server_id, _reason(outcome))
-
-    async def _ask_sinks(self, call: Callable[[str, WeightSink], Awaitable[Answer]], timeout_s: float) -> dict[str, Answer]:
-        """Ask all live sinks side by side; those that fail are left out of the push."""
-        live = self._live()
-        outcomes = await asyncio.gather(*(_outcome(call(server_id, self._sinks[server_id]), timeout_s) for server_id in live))
+    async def _ask(self, call: Callable[[str, PushSink, float], Awaitable[Answer]], timeout_s: float) -> dict[str, Answer]:
+        """Ask all servers that are left side by side; those that fail are left out of the push."""
+        calls = {name: call(name, self._sinks[name], timeout_s) for name in self._live()}
         answers: dict[str, Answer] = {}
-        for server_id, outcome in zip(live, outcomes, strict=True):
+        for name, outcome in (await outcomes_of(calls, timeout_s)).items():
             if isinstance(outcome, Exception):
-                self._fail(server_id, _reason(outcome))
+                self._fail(name, reason_of(outcome))
             else:
-                answers[server_id] = outcome
+                answers[name] = outcome
         return answers
 
     def _live(self) -> list[str]:
-        return [server_id for server_id in self._sinks if server_id not in self._failed]
+        return [name for name, server in self._servers.items() if server.error is None]
 
-    def _require_sinks(self) -> None:
+    def _require_servers(self) -> None:
         if not self._live():
             msg = f"no server is left in the push: {self._reasons()}"
             raise TransportError(msg)
 
     def _reasons(self) -> str:
-        return "; ".join(f"{server_id}: {reason}" for server_id, reason in sorted(self._failed.items()))
+        return "; ".join(f"{name}: {reason}" for name, reason in self.report().failed_servers.items())
 
-    def _fail(self, server_id: str, reason: str) -> None:
-        self._failed[server_id] = f"{self._stage}: {reason}"
-        self._log.warning("push_server_failed", server_id=server_id, stage=self._stage, reason=reason)
+    def _fail(self, name: str, reason: str, *, farewell: bool = True) -> None:
+        """Leave a server out, once; it is told at once, beside what the others still have to do."""
+        if self._servers[name].error is not None:
+            return
+        self._servers[name].stage, self._servers[name].error = self._stage, reason
+        self._log.warning("push_server_failed", server_id=name, stage=self._stage, reason=reason)
+        if farewell:
+            abort = self._sinks[name].abort(self.push_id, timeout_s=ABORT_TIMEOUT_S)
+            self._farewells.append(asyncio.create_task(outcome_of(abort, ABORT_TIMEOUT_S)))
+
+    async def _end_farewells(self, timeout_s: float) -> None:
+        if self._farewells:
+            _, late = await asyncio.wait(self._farewells, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._farewells, return_exceptions=True)
 
     def _enter(self, stage: PushStage) -> None:
         self._stage = advance(self._stage, stage)
+        for name in self._live():
+            if not self._servers[name].is_committed:
+                self._servers[name].stage = stage
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -342,37 +368,6 @@ class WeightPush:
             self._stages_s[stage] = time.monotonic() - started_s
 
 
-async def _outcome(call: Awaitable[Answer], timeout_s: float) -> Answer | Exception:
-    """The answer of a call, or the reason for which there is none; faults of this program are raised."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await call
-    except TimeoutError:
-        return DeadlineError(f"no answer within {timeout_s:.3g} s")
-    except ShoalError as error:
-        return error
-
-
-def _unwrap(outcome: Answer | Exception, what: str) -> Answer:
-    if isinstance(outcome, Exception):
-        msg = f"{what}: {_reason(outcome)}"
-        raise TransportError(msg) from outcome
-    return outcome
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-async def _undisturbed(work: Coroutine[object, object, None]) -> None:
-    """Run to the end, then pass on a cancellation that came meanwhile; the work has deadlines of its own."""
-    task = asyncio.create_task(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
+def transports_of(plan: ServerPlan) -> tuple[str, ...]:
+    """The transports of a server's pairs, sorted."""
+    return tuple(sorted({plan.transport_of(rank, worker_rank) for rank, worker_rank in plan.pairs()}))

@@ -70,6 +70,8 @@ class Registry:
     ) -> None:
         self.run_id = run_id
         self.lease_s = lease_s
+        self.required_policy_version = 0
+        """What rollout servers are told to serve before they answer; 0 while no version is known."""
         self._now_s = now_s
         self._now_unix_s = now_unix_s
         self._leases: dict[str, Lease] = {}

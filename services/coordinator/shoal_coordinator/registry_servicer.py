@@ -22,14 +22,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.RegisterResponse:
         """Add or replace a service."""
         lease = self._registry.register(service_info_from_proto(request))
-        return registry_pb2.RegisterResponse(lease_id=lease.lease_id, lease_s=self._registry.lease_s)
+        return registry_pb2.RegisterResponse(
+            lease_id=lease.lease_id, lease_s=self._registry.lease_s, required_policy_version=self._registry.required_policy_version
+        )
 
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> registry_pb2.RenewResponse:
         """Extend a lease."""
         self._registry.renew(request.service_id, request.lease_id)
-        return registry_pb2.RenewResponse(lease_s=self._registry.lease_s)
+        return registry_pb2.RenewResponse(lease_s=self._registry.lease_s, required_policy_version=self._registry.required_policy_version)
 
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: grpc.aio.ServicerContext[object, object]

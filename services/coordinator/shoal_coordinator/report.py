@@ -43,6 +43,7 @@ class RunOutcome:
     recent_steps: Sequence[Mapping[str, float | None]]
     policy_version: int
     export_folder: str | None
+    pushes: Mapping[str, float]
 
 
 def config_hash(config: RunConfig) -> str:
@@ -73,6 +74,7 @@ def build_report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
         "samples": outcome.num_samples,
         "tokens": outcome.num_tokens,
         "stage_medians_s": stage_medians(outcome.recent_steps),
+        "pushes": dict(outcome.pushes),
         "export_folder": outcome.export_folder,
         "seed": config.run.seed,
         "config_hash": config_hash(config),

@@ -19,8 +19,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError
 from shoal_coordinator.rest_models import (
+    AuditModel,
+    AuditsModel,
     Command,
     ErrorDetail,
     ErrorModel,
@@ -35,6 +37,8 @@ from shoal_coordinator.rest_models import (
 
 MAX_STEPS_PER_PAGE = 10_000
 MAX_PUSHES_PER_PAGE = 1_000
+MAX_AUDITS_PER_PAGE = 100
+MAX_VERIFY_S = 3600.0
 _CONFLICT: dict[int | str, dict[str, object]] = {409: {"model": ErrorModel, "description": "not possible in this state"}}
 
 
@@ -57,11 +61,27 @@ class RestBackend(Protocol):
         """Pause, resume or stop. Raises: StateError: not possible now."""
 
 
-def create_app(backend: RestBackend) -> FastAPI:
+class AuditBackend(Protocol):
+    """Comparisons of servers with the trainer."""
+
+    def audits(self, limit: int) -> list[AuditModel]:
+        """The last audits, newest last."""
+
+    async def verify_weights(self, timeout_s: float) -> AuditModel:
+        """Compare now. Raises: StateError: there is nothing to compare. DeadlineError: not done within timeout_s."""
+        ...
+
+
+class Backend(RestBackend, AuditBackend, Protocol):
+    """Everything that the API is over."""
+
+
+def create_app(backend: Backend) -> FastAPI:
     """Build the API over a backend."""
     app = FastAPI(title="Shoal coordinator", version="1", description="Control and watch one training run.")
     _add_reads(app, backend)
     _add_commands(app, backend)
+    _add_audits(app, backend)
     _add_process_routes(app)
     _add_error_handlers(app)
     return app
@@ -108,6 +128,24 @@ def _add_commands(app: FastAPI, backend: RestBackend) -> None:
         return run(Command.STOP)
 
 
+def _add_audits(app: FastAPI, backend: AuditBackend) -> None:
+    late: dict[int | str, dict[str, object]] = {504: {"model": ErrorModel, "description": "not done within timeout_s"}}
+
+    @app.get("/v1/audits", summary="Comparisons of the servers' weights with the trainer's", tags=["services"])
+    async def read_audits(
+        limit: Annotated[int, Query(ge=1, le=MAX_AUDITS_PER_PAGE, description="At most so many.")] = 10,
+    ) -> AuditsModel:
+        return AuditsModel(audits=backend.audits(limit))
+
+    summary = "Compare the servers' live weights with the trainer's"
+
+    @app.post("/v1/weights/verify", summary=summary, tags=["services"], responses=_CONFLICT | late)
+    async def verify_weights(
+        timeout_s: Annotated[float, Query(gt=0, le=MAX_VERIFY_S, description="Seconds to wait for the trainer and to compare.")] = 300.0,
+    ) -> AuditModel:
+        return await backend.verify_weights(timeout_s)
+
+
 def _add_process_routes(app: FastAPI) -> None:
     @app.get("/healthz", summary="The process serves", tags=["process"])
     async def read_health() -> HealthModel:
@@ -128,13 +166,18 @@ def _add_error_handlers(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"])
         return _error(422, f"{where}: {first['msg']}", repr(first.get("input")), f"correct {where}; /docs has its range")
 
-    async def on_state(request: Request, error: StateError) -> JSONResponse:
+    async def on_state(request: Request, error: ShoalError) -> JSONResponse:
         return _error(409, str(error), request.url.path, "look at /v1/status and try again when the state allows it")
+
+    async def on_late(request: Request, error: DeadlineError) -> JSONResponse:
+        return _error(504, str(error), request.url.path, "give a longer timeout_s, or try again when the run is between pushes")
 
     handlers: list[tuple[type[Exception], ExceptionHandler]] = [
         (HTTPException, on_http),  # type: ignore[list-item]
         (RequestValidationError, on_validation),  # type: ignore[list-item]
         (StateError, on_state),  # type: ignore[list-item]
+        (NotFoundError, on_state),  # type: ignore[list-item]
+        (DeadlineError, on_late),  # type: ignore[list-item]
     ]
     for kind, handler in handlers:
         app.add_exception_handler(kind, handler)

@@ -47,6 +47,33 @@ class EvaluationModel(_Answer):
     """Scored samples."""
 
 
+class PushSummaryModel(_Answer):
+    """The weight pushes so far; the times, bytes and servers are those of the last one that was committed."""
+
+    num_pushes: int
+    """All pushes, failed ones and those that caught servers up included."""
+    num_committed: int
+    """Pushes that reached at least one server."""
+    num_failed_servers: int
+    """How often a server was missed by a push."""
+    policy_version: int
+    """Version of the last committed push."""
+    total_s: float
+    """Its seconds, all stages together."""
+    max_pause_ms: float
+    """The longest time that one of its servers did not serve."""
+    sent_bytes: int
+    """Bytes that crossed its links."""
+    dense_bytes: int
+    """Bytes that these stand for."""
+    delta_share: float
+    """sent_bytes / dense_bytes; 1 if everything was sent."""
+    num_servers: int
+    """Servers that it reached."""
+    last_audit: str | None
+    """equal or differs, of the last audit; unknown if a server could not be compared; null if there was none."""
+
+
 class StatusModel(_Answer):
     """Where the run is."""
 
@@ -80,6 +107,8 @@ class StatusModel(_Answer):
     """Seconds since then, up to the end of the run."""
     run_folder: str
     """Folder with metrics, report and export."""
+    pushes: PushSummaryModel | None
+    """Weight pushes; null before the first that was committed."""
 
 
 class ServiceModel(_Answer):
@@ -98,7 +127,9 @@ class ServiceModel(_Answer):
     policy_version: int
     """Version that it serves (rollout servers)."""
     state: str
-    """ready; fenced: takes no traffic until a weight push brings it to the current version; silent: a call found it unavailable."""
+    """ready; fenced: takes no traffic until a weight push has reached it; silent: a call found it unavailable."""
+    fenced_because: str
+    """What the last push or audit found wrong with it; empty if nothing."""
     registered_unix_s: float
     """When it registered."""
     renewed_unix_s: float
@@ -119,6 +150,33 @@ class StepsModel(_Answer):
     """One object a step, as in metrics.jsonl; null for a number that is not finite."""
 
 
+class PushServerModel(_Answer):
+    """One server's part of a weight push."""
+
+    server_id: str
+    """Name of the server."""
+    stage: str
+    """committed, or the stage in which it failed or that it had reached when the push ended."""
+    error: str | None
+    """Why it was left out; it is fenced then."""
+    dense: bool
+    """Everything was asked for, whatever its staging held."""
+    transports: list[str]
+    """How the bytes went, by pair of trainer rank and engine worker."""
+    num_buckets: int
+    """Buckets of its plan."""
+    sent_bytes: int
+    """Bytes that crossed the links."""
+    dense_bytes: int
+    """Bytes that these stand for."""
+    delta_share: float
+    """sent_bytes / dense_bytes; 1 if everything was sent."""
+    pause_ms: float | None
+    """How long it did not serve; null unless it committed."""
+    num_aborted: int
+    """Running requests that were ended."""
+
+
 class PushModel(_Answer):
     """A weight push."""
 
@@ -136,8 +194,14 @@ class PushModel(_Answer):
     """Server to what went wrong; such servers are fenced."""
     stages_s: dict[str, float]
     """Seconds of each stage."""
-    num_bytes: int
-    """Bytes that were moved."""
+    sent_bytes: int
+    """Bytes that crossed the links to all servers."""
+    dense_bytes: int
+    """Bytes that these stand for."""
+    delta_share: float
+    """sent_bytes / dense_bytes; 1 if everything was sent."""
+    server_reports: list[PushServerModel]
+    """Each server's part, by server id."""
     pause_ms: dict[str, float]
     """Server to how long it did not serve, in milliseconds."""
     error: str | None
@@ -150,6 +214,62 @@ class PushesModel(_Answer):
     """Weight pushes, newest last."""
 
     pushes: list[PushModel]
+    """Most recent ones."""
+
+
+class ProbeModel(_Answer):
+    """A server's greedy answers to the probe set, scored by the trainer."""
+
+    num_tokens: int
+    """Tokens compared."""
+    max_logprob_difference: float
+    """Largest difference of a log-probability, in nats."""
+    greedy_share: float
+    """Share of tokens that the trainer would have chosen as well."""
+
+
+class ServerAuditModel(_Answer):
+    """One server compared with the trainer."""
+
+    server_id: str
+    """Name of the server."""
+    result: str
+    """equal, differs (it is fenced and gets everything again), or unknown."""
+    num_parameters: int
+    """Engine parameters compared, over all workers."""
+    num_pieces: int
+    """Pieces of them, each with a digest."""
+    num_differing: int
+    """Pieces whose digests differ."""
+    first_difference: str | None
+    """The first parameter that differs, in the plan's order."""
+    error: str | None
+    """Why the weights could not be compared."""
+    probe: ProbeModel | None
+    """Agreement on the probe set."""
+    probe_error: str | None
+    """Why there is none."""
+
+
+class AuditModel(_Answer):
+    """A comparison of the servers' live weights with the trainer's."""
+
+    policy_version: int
+    """Version that was compared."""
+    is_equal: bool
+    """Every server was compared and none differs."""
+    servers: list[ServerAuditModel]
+    """By server id."""
+    started_unix_s: float
+    """When it began."""
+    duration_s: float
+    """How long it took, in seconds."""
+
+
+class AuditsModel(_Answer):
+    """Audits, newest last."""
+
+    audits: list[AuditModel]
     """Most recent ones."""
 
 

@@ -107,6 +107,7 @@ class Run:
         async with self._parts.open_workload() as workload:
             # STARTING until the model's limits, the data and Redis have been found good: whoever starts services may wait for that.
             self._machine.go(RunState.WAITING_FOR_SERVICES)
+            self._fleet.set_probe_prompts(workload.probe_prompts(self._config.push.audit_prompts))
             if not await self._unless_stopped(self._wait_for_services()):
                 self._end(RunState.STOPPED)
                 return
@@ -244,6 +245,7 @@ class Run:
             recent_steps=sink.kept(),
             policy_version=self._fleet.policy_version,
             export_folder=progress.export_folder,
+            pushes=self._parts.history.summary(),
         )
         try:
             write_json_atomically(Path(self._config.run.folder) / REPORT_NAME, build_report(self._config, outcome))

@@ -23,7 +23,7 @@ from shoal_coordinator.batching import plan_batch
 from shoal_coordinator.experience import CollectedExperience
 from shoal_coordinator.fleet import Fleet
 from shoal_coordinator.gangs import Gang
-from shoal_coordinator.push_history import PushEntry, PushHistory
+from shoal_coordinator.push_history import PushEntry, PushHistory, PushReason
 from shoal_coordinator.stage_clock import Stage, StageClock
 from shoal_coordinator.states import RunState
 from shoal_coordinator.step_metrics import step_metrics
@@ -172,7 +172,7 @@ class StepRunner:
             return
         await self._fleet.push(result.policy_version)
         entry = self._history.last_committed()
-        if entry is not None and entry.report.policy_version == result.policy_version:
+        if entry is not None and entry.report.policy_version == result.policy_version and entry.reason is PushReason.STEP:
             data.push = entry
 
     def _gang(self, kind: ServiceKind) -> Gang:

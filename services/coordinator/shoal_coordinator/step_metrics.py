@@ -47,7 +47,19 @@ def step_metrics(
     metrics |= times.as_metrics()
     metrics["rollout_policy_version"] = min(collected.policy_versions, default=policy_version)
     metrics["tokens_per_s"] = num_tokens / times.step_s if times.step_s > 0 else 0.0
-    metrics["push_pause_ms"] = push.max_pause_ms if push is not None else 0.0
-    metrics["push_bytes"] = push.report.num_bytes if push is not None else 0
+    metrics |= push_metrics(push)
     metrics["timestamp_unix_s"] = time.time()
     return metrics
+
+
+def push_metrics(push: PushEntry | None) -> dict[str, float]:
+    """Longest pause, bytes sent to all servers, the bytes that these stand for, and their ratio."""
+    if push is None:
+        return {"push_pause_ms": 0.0, "push_bytes": 0, "push_sent_bytes": 0, "push_delta_share": 0.0}
+    report = push.report
+    return {
+        "push_pause_ms": report.max_pause_ms,
+        "push_bytes": report.dense_bytes,
+        "push_sent_bytes": report.sent_bytes,
+        "push_delta_share": report.delta_share,
+    }

@@ -14,6 +14,7 @@ from shoal.errors import ConfigError, UnavailableError
 from shoal.queue.entries import QueuedGroup
 from shoal.queue.experience import ExperienceQueue
 from shoal.telemetry.logs import get_logger
+from shoal.types import Int32Array
 from shoal_coordinator.dispatcher import Dispatcher, RolloutEndpoint, training_request
 from shoal_coordinator.evaluation import Evaluation, evaluate
 from shoal_coordinator.experience import CollectedExperience, ExperienceCollector
@@ -62,6 +63,10 @@ class Workload(Protocol):
 
     def seek(self, step: int) -> None:
         """Go on as after `step` completed steps."""
+        ...
+
+    def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
+        """Up to so many prompts for audits; [P] ids each."""
         ...
 
     async def collect(self, policy_version: int) -> CollectedExperience:
@@ -183,6 +188,11 @@ class TrainingWorkload:
         """Issue prompts as after `step` steps, each of which takes rollout.prompts_per_step."""
         epoch, index = divmod(step * self._config.rollout.prompts_per_step, len(self._data.train))
         self._source = self._source_at(PromptPosition(epoch=epoch, index=index))
+
+    def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
+        """The first held-out rows; training rows where there are none."""
+        rows = self._data.held_out or self._data.train
+        return [row.prompt_ids for row in rows[:num_prompts]]
 
     async def collect(self, policy_version: int) -> CollectedExperience:
         """Generate, score and queue the next prompts with servers of at least policy_version."""

@@ -5,7 +5,8 @@
         lease.policy_version = 7
 
 States: unregistered -> (Register) -> leased -> (Renew at a third of the lease) -> leased; a lost lease registers again, with the
-current policy_version. An unreachable coordinator is no end: the keeper goes on trying, since coordinators restart.
+current policy_version. An unreachable coordinator is no end: the keeper goes on trying, since coordinators restart. With every grant
+the coordinator says which policy version a rollout server must serve before it answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import dataclasses
 import os
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -45,6 +48,15 @@ def this_process(*, run_id: str, service_id: str, kind: ServiceKind, address: st
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGrant:
+    """What the registry grants: a lease of so many seconds, and the version that a rollout server must serve before it answers."""
+
+    lease_id: str
+    lease_s: float
+    required_policy_version: int
+
+
 class RegistryClient(ServiceClient):
     """Plain calls of the registry."""
 
@@ -52,15 +64,16 @@ class RegistryClient(ServiceClient):
         super().__init__(address, security)
         self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
 
-    async def register(self, service: ServiceInfo, *, timeout_s: float) -> tuple[str, float]:
-        """Register or replace a service; return lease id and lease in seconds. Raises InvalidRequestError for another run."""
+    async def register(self, service: ServiceInfo, *, timeout_s: float) -> LeaseGrant:
+        """Register or replace a service. Raises InvalidRequestError for another run."""
         answer = await self._call(self._stub.Register, service_info_to_proto(service), timeout_s)
-        return answer.lease_id, answer.lease_s
+        return LeaseGrant(lease_id=answer.lease_id, lease_s=answer.lease_s, required_policy_version=answer.required_policy_version)
 
-    async def renew(self, service_id: str, lease_id: str, *, timeout_s: float) -> float:
-        """Extend a lease; return it in seconds. Raises NotFoundError once it has expired."""
+    async def renew(self, service_id: str, lease_id: str, *, timeout_s: float) -> LeaseGrant:
+        """Extend a lease. Raises NotFoundError once it has expired."""
         request = registry_pb2.RenewRequest(service_id=service_id, lease_id=lease_id)
-        return (await self._call(self._stub.Renew, request, timeout_s)).lease_s
+        answer = await self._call(self._stub.Renew, request, timeout_s)
+        return LeaseGrant(lease_id=lease_id, lease_s=answer.lease_s, required_policy_version=answer.required_policy_version)
 
     async def deregister(self, service_id: str, lease_id: str, *, timeout_s: float) -> None:
         """Give a lease back."""
@@ -75,16 +88,26 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, coordinator_address: str, service: ServiceInfo, security: SecuritySection, *, register_timeout_s: float = 60.0
+        self,
+        coordinator_address: str,
+        service: ServiceInfo,
+        security: SecuritySection,
+        *,
+        register_timeout_s: float = 60.0,
+        on_required_version: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare; nothing is sent yet.
 
         Args:
             register_timeout_s: How long the first registration waits for the coordinator, in seconds.
+            on_required_version: Called on the event loop whenever the coordinator requires another policy version than before (0 at
+                first), before `run` goes on or the context is entered. 0 requires nothing: no version is known yet.
         """
         self.policy_version = service.policy_version
         self._service = service
         self._register_timeout_s = register_timeout_s
+        self._on_required_version = on_required_version
+        self.required_policy_version = 0
         self._client = RegistryClient(coordinator_address, security)
         self._lease_id = ""
         self._lease_s = 0.0
@@ -138,7 +161,7 @@ class LeaseKeeper:
             attempt += 1
             service = dataclasses.replace(self._service, policy_version=self.policy_version)
             try:
-                self._lease_id, self._lease_s = await self._client.register(service, timeout_s=CALL_TIMEOUT_S)
+                self._take(await self._client.register(service, timeout_s=CALL_TIMEOUT_S))
             except (UnavailableError, DeadlineError) as error:
                 wait_s = backoff_s(attempt)
                 if deadline_s is not None and time.monotonic() + wait_s >= deadline_s:
@@ -156,14 +179,20 @@ class LeaseKeeper:
         while True:
             await asyncio.sleep(max(self._lease_s / 3, MIN_RENEW_INTERVAL_S))
             try:
-                self._lease_s = await self._client.renew(
-                    self._service.service_id, self._lease_id, timeout_s=min(CALL_TIMEOUT_S, self._lease_s / 3)
-                )
+                timeout_s = min(CALL_TIMEOUT_S, self._lease_s / 3)
+                self._take(await self._client.renew(self._service.service_id, self._lease_id, timeout_s=timeout_s))
             except NotFoundError:
                 log.warning("lease_lost", service_id=self._service.service_id)
                 await self._register(None)
             except (UnavailableError, DeadlineError) as error:
                 log.warning("renew_failed", coordinator=self._client.address, error=str(error))
+
+    def _take(self, grant: LeaseGrant) -> None:
+        self._lease_id, self._lease_s = grant.lease_id, grant.lease_s
+        if grant.required_policy_version != self.required_policy_version:
+            self.required_policy_version = grant.required_policy_version
+            if self._on_required_version is not None:
+                self._on_required_version(grant.required_policy_version)
 
     async def _leave(self) -> None:
         try:

@@ -39,32 +39,33 @@ def start_metrics_server(port: int, *, host: str = "127.0.0.1") -> int | None:
     return int(server.server_port)
 
 
-def counter(service: str, what: str, unit: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+def counter(service: str, what: str | None, unit: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
     """Return the counter `shoal_<service>_<what>_<unit>_total`; a second call returns the same one."""
     return _once(metric_name(service, what, unit), lambda name: Counter(name, documentation, labels), Counter)
 
 
-def gauge(service: str, what: str, unit: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+def gauge(service: str, what: str | None, unit: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
     """Return the gauge `shoal_<service>_<what>_<unit>`; a second call returns the same one."""
     return _once(metric_name(service, what, unit), lambda name: Gauge(name, documentation, labels), Gauge)
 
 
 def histogram(
-    service: str, what: str, unit: str, documentation: str, labels: Sequence[str] = (), buckets: Sequence[float] = DEFAULT_BUCKETS_S
+    service: str, what: str | None, unit: str, documentation: str, labels: Sequence[str] = (), buckets: Sequence[float] = DEFAULT_BUCKETS_S
 ) -> Histogram:
     """Return the histogram `shoal_<service>_<what>_<unit>`; a second call returns the same one."""
     return _once(metric_name(service, what, unit), lambda name: Histogram(name, documentation, labels, buckets=tuple(buckets)), Histogram)
 
 
-def metric_name(service: str, what: str, unit: str) -> str:
-    """Join the parts of a metric's name.
+def metric_name(service: str, what: str | None, unit: str) -> str:
+    """Join the parts of a metric's name; what is None where service and unit say everything.
 
     Raises: ConfigError: a part is not lower-case snake case.
     """
-    for part in (service, what, unit):
+    parts = [service, unit] if what is None else [service, what, unit]
+    for part in parts:
         if not _NAME.fullmatch(part):
             raise ConfigError(f"metric name part {part!r} is not lower-case snake case; use letters, digits and _")
-    return f"shoal_{service}_{what}_{unit}"
+    return "_".join(["shoal", *parts])
 
 
 def _once(name: str, make: Callable[[str], _Metric], kind: type[_Metric]) -> _Metric:
