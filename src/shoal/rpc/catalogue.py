@@ -68,11 +68,11 @@ def error_metadata(error: ShoalError) -> tuple[tuple[str, str], ...]:
     return ((ERROR_METADATA_KEY, name),)
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> ShoalError:
+def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call, *, peer: str = "") -> ShoalError:
     """Return the error that a failed call stands for; the caller raises it.
 
     Args:
-        error: What grpc.aio raised.
+        error: What grpc.aio raised, or a synchronous call that has ended.
         peer: Named in the message when the service itself did not answer, for example "rollout at host:port".
     """
     text = error.details() or error.code().name
@@ -88,7 +88,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> ShoalError
     return cls(f"{peer}: {text}" if peer else text)
 
 
-def _class_name(error: grpc.aio.AioRpcError) -> str | None:
+def _class_name(error: grpc.aio.AioRpcError | grpc.Call) -> str | None:
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_METADATA_KEY:
             name = value.decode() if isinstance(value, bytes) else value

@@ -36,7 +36,7 @@ _Message: TypeAlias = Any
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps unary-unary and unary-stream handlers."""
+    """Wraps every handler that streams in at most one direction."""
 
     async def intercept_service(
         self,
@@ -48,11 +48,13 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = str(handler_call_details.method)
-        if handler.request_streaming:
+        if handler.request_streaming and handler.response_streaming:
             return handler
         codecs = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(_wrap_stream(handler.unary_stream, method), **codecs)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(_wrap_unary(handler.stream_unary, method), **codecs)
         return grpc.unary_unary_rpc_method_handler(_wrap_unary(handler.unary_unary, method), **codecs)
 
 

@@ -63,12 +63,12 @@ def open_source_transport(push: PushSection, security: SecuritySection) -> Sourc
     """
 
     def grpc() -> _OneTransport:
-        from shoal.weights.transports.grpc import GrpcSourceTransport
+        from shoal.weights.transports.grpc_source import GrpcSourceTransport
 
         return GrpcSourceTransport(push, security)
 
     def collective() -> _OneTransport:
-        from shoal.weights.transports.collective import CollectiveSourceTransport
+        from shoal.weights.transports.collective_source import CollectiveSourceTransport
 
         return CollectiveSourceTransport(push)
 
