@@ -16,7 +16,7 @@ from shoal.types.weights import (
     TensorShard,
 )
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT_BYTES = 64
 HERE = Place(host_id="here", device="cpu")
 NOWHERE = {"shm": "/nowhere"}
