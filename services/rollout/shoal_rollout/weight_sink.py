@@ -45,7 +45,7 @@ WAIT_MARGIN_S = 1.0
 DROP_TIMEOUT_S = 10.0
 
 _pause_ms = histogram("rollout", "push_pause", "ms", "How long a commit paused serving.", buckets=PAUSE_BUCKETS_MS)
-_version = gauge("server", "policy", "version", "Policy version that this rollout server serves.")
+_version = gauge("server", "policy", "version", "Policy version that a rollout server serves.", labels=("server",))
 
 
 class WeightSink:
@@ -88,7 +88,7 @@ class WeightSink:
         self._verified: SinkVerified | None = None
         self._committing: asyncio.Task[SinkCommitted] | None = None
         self._committed: SinkCommitted | None = None
-        _version.set(0)
+        _version.labels(server=server_id).set(0)
 
     @property
     def state(self) -> SinkState:
@@ -266,7 +266,7 @@ class WeightSink:
         self._expiry.stop()
         count_end(PushEnd.COMMITTED)
         _pause_ms.observe(committed.pause_ms)
-        _version.set(push.policy_version)
+        _version.labels(server=self._server_id).set(push.policy_version)
         log.info(
             "weights_committed",
             push_id=push.push_id,
