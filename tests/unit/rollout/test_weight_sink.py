@@ -1,50 +1,37 @@
-"""Stages of a push at one server over a scripted engine.
+"""Stages of a push at one server over a scripted engine; staging, plans, digests and the workers' code are real.
 
-Invariants: only the moves of the table happen; every stage repeats harmlessly; a commit, once begun, runs to its end whatever becomes of
-its caller; a commit that fails half way is never followed by serving.
+Invariants: only the moves of the table happen; every stage repeats harmlessly; a push whose time is over is dropped wherever it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
+from shoal_rollout.sink_push import PushEnd
 from shoal_rollout.sink_states import TRANSITIONS, SinkState, advance
-from shoal_rollout.weight_sink import WeightSink
 
-from shoal.config.models import PushSection
-from shoal.errors import CapacityError, InternalError, InvalidRequestError, StateError
-from shoal.types import Box, CopyDigest, SinkWorkerLayout
-from tests.helpers.engine_fakes import FakeSwapper
+from shoal.errors import CapacityError, InvalidRequestError, StateError, TransportError
+from shoal.telemetry.metrics import sample_value
+from shoal.types import InflightMode, SourceLayout
+from shoal.types.weights import BucketEncoding, PairDigests
+from tests.helpers.push_trainer import with_wrong_digest
+from tests.helpers.sink_rig import SinkRig
 
-COMMIT_CALLS = ["pause", "shoal_commit", "finish_swap 1", "resume"]
-DIGESTS = [CopyDigest(worker_rank=0, parameter="p", parameter_box=Box(offsets=(0,), sizes=(4,)), xxh3=2**64 - 1)]
-
-
-class _Rig:
-    def __init__(self) -> None:
-        layout = SinkWorkerLayout(worker_rank=0, parameters=(), regions=(), staging_path="/dev/shm/x", staging_bytes=64)
-        self.engine = FakeSwapper(layouts=(layout,))
-        self.committed: list[int] = []
-        self.failed: list[str] = []
-        self.sink = WeightSink(
-            self.engine,
-            server_id="rollout-0",
-            staging_name="run-rollout-0-p1",
-            push=PushSection(),
-            on_committed=self.committed.append,
-            on_failed=self.failed.append,
-        )
-
-    async def to_verified(self, push_id: str = "a", version: int = 1) -> None:
-        await self.sink.prepare(push_id, version)
-        await self.sink.verify(push_id, version, "hash", DIGESTS)
+NO_PAIRS: tuple[PairDigests, ...] = ()
+NO_SOURCE = SourceLayout(source_id="gang", tensors=(), places=())
+_Stage = Callable[[SinkRig], Awaitable[object]]
+STAGES: dict[str, _Stage] = {
+    "plan": lambda rig: rig.sink.plan("a", 1, "hash", NO_SOURCE),
+    "verify": lambda rig: rig.sink.verify("a", 1, "hash", NO_PAIRS),
+    "commit": lambda rig: rig.commit(),
+}
 
 
-@pytest.fixture
-def rig() -> _Rig:
-    return _Rig()
+def _num_ended(end: PushEnd) -> float:
+    return sample_value("shoal_rollout_pushes_count_total", {"end": end.value}) or 0.0
 
 
 @pytest.mark.parametrize(
@@ -55,151 +42,286 @@ def test_every_move_outside_of_the_table_is_refused(current: SinkState, followin
         advance(current, following)
 
 
-async def test_push_goes_through_its_stages_in_order(rig: _Rig) -> None:
-    layout, served = await rig.sink.prepare("a", 1)
-    assert (layout.server_id, served) == ("rollout-0", 0)
-    verified = await rig.sink.verify("a", 1, "hash", DIGESTS)
-    assert verified.num_bytes == 100
-    committed = await rig.sink.commit("a", 1)
-    assert committed.policy_version == 1
-    assert rig.engine.calls == [
-        "shoal_prepare",
-        "shoal_start_verify",
-        "shoal_step_verify",
-        "shoal_step_verify",
-        *COMMIT_CALLS,
-        "shoal_drop",
-    ]
+async def test_push_goes_through_its_stages_in_order(rig: SinkRig) -> None:
+    rig.set(a=1, b=2, c=3)
+    prepared = await rig.to_prepared()
+    assert (prepared.layout.server_id, prepared.served_version, prepared.staged) == ("rollout-0", 0, None)
+    assert rig.sink.state is SinkState.PREPARED
+    plan = rig.trainer.plan(prepared.layout)
+    planned = await rig.sink.plan("a", 1, plan.plan_hash, rig.trainer.layout)
+    assert (planned.num_buckets, planned.collective_group, rig.sink.state) == (3, "", SinkState.PLANNED)
+    pairs = rig.trainer.write(prepared.layout)
+    verified = await rig.sink.verify("a", 1, plan.plan_hash, pairs)
+    assert (verified.num_bytes, rig.sink.state) == (3 * 4096, SinkState.VERIFIED)
+    assert rig.live() == {"a": 0, "b": 0, "c": 0}
+    committed = await rig.commit()
+    assert (committed.policy_version, committed.num_aborted) == (1, 0)
     assert (rig.sink.state, rig.sink.served_version, rig.committed) == (SinkState.COMMITTED, 1, [1])
+    assert rig.live() == {"a": 1, "b": 2, "c": 3}
+    assert sample_value("shoal_server_policy_version", {"server": "rollout-0"}) == 1
 
 
-async def test_every_stage_repeats_without_doing_anything(rig: _Rig) -> None:
-    await rig.to_verified()
+async def test_every_stage_repeats_without_doing_anything(rig: SinkRig) -> None:
+    plan_hash = await rig.to_planned()
+    pairs = await rig.write()
+    verified = await rig.sink.verify("a", 1, plan_hash, pairs)
     calls = len(rig.engine.calls)
-    await rig.sink.prepare("a", 1)
-    await rig.sink.verify("a", 1, "hash", DIGESTS)
+    prepared = await rig.to_prepared()
+    assert prepared == await rig.to_prepared()
+    assert (await rig.sink.plan("a", 1, plan_hash, rig.trainer.layout)).num_buckets == 3
+    assert await rig.sink.verify("a", 1, plan_hash, pairs) == verified
     assert len(rig.engine.calls) == calls
-    first = await rig.sink.commit("a", 1)
+    first = await rig.commit()
     calls = len(rig.engine.calls)
-    assert await rig.sink.commit("a", 1) == first
-    assert (await rig.sink.prepare("a", 1))[1] == 1
+    assert await rig.commit() == first
+    assert (await rig.to_prepared()).served_version == 1
+    assert (await rig.sink.plan("a", 1, plan_hash, rig.trainer.layout)).num_buckets == 3
     assert len(rig.engine.calls) == calls
     assert rig.committed == [1]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda sink: sink.verify("a", 1, "hash", DIGESTS),
-        lambda sink: sink.commit("a", 1),
-    ],
-    ids=["verify", "commit"],
-)
-async def test_stages_before_prepare_are_refused(rig: _Rig, call: Callable[[WeightSink], Awaitable[object]]) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+async def test_stages_before_prepare_are_refused(rig: SinkRig, stage: str) -> None:
     with pytest.raises(StateError, match="prepare first"):
-        await call(rig.sink)
+        await STAGES[stage](rig)
     assert rig.engine.calls == []
 
 
-async def test_wrong_push_version_plan_and_stage_are_refused(rig: _Rig) -> None:
-    await rig.sink.prepare("a", 1)
-    with pytest.raises(StateError, match="is prepared"):
-        await rig.sink.commit("a", 1)
-    with pytest.raises(StateError, match="push a for version 1, not at push b"):
-        await rig.sink.verify("b", 1, "hash", DIGESTS)
-    with pytest.raises(StateError, match="use a new push_id"):
-        await rig.sink.prepare("a", 2)
-    await rig.sink.verify("a", 1, "hash", DIGESTS)
-    with pytest.raises(StateError, match="verified for plan hash, not other"):
-        await rig.sink.verify("a", 1, "other", DIGESTS)
-    with pytest.raises(StateError, match="for version 2"):
-        await rig.sink.commit("a", 2)
-    for push_id, version in (("", 1), ("a", -1)):
-        with pytest.raises(InvalidRequestError):
-            await rig.sink.prepare(push_id, version)
-    assert "pause" not in rig.engine.calls
+async def test_stages_out_of_order_are_refused(rig: SinkRig) -> None:
+    await rig.to_prepared()
+    for stage in ("verify", "commit"):
+        with pytest.raises(StateError, match="push a is prepared; this call needs it to be"):
+            await STAGES[stage](rig)
+    plan_hash = await rig.to_planned()
+    with pytest.raises(StateError, match="push a is planned; this call needs it to be verified"):
+        await rig.commit()
+    pairs = await rig.write()
+    await rig.sink.verify("a", 1, plan_hash, pairs)
+    await rig.commit()
+    with pytest.raises(StateError, match="push a is committed"):
+        await rig.sink.verify("a", 1, plan_hash, pairs)
+    assert rig.engine.calls.count("shoal_commit") == 1
 
 
-async def test_a_new_push_replaces_one_that_is_not_committed(rig: _Rig) -> None:
+async def test_another_push_or_version_is_refused_and_both_are_named(rig: SinkRig) -> None:
+    plan_hash = await rig.to_verified()
+    with pytest.raises(StateError, match="at push a for version 1, not at push b for version 1"):
+        await rig.sink.verify("b", 1, plan_hash, NO_PAIRS)
+    with pytest.raises(StateError, match="for version 1, not 2; use a new push_id"):
+        await rig.to_prepared("a", 2)
+    with pytest.raises(StateError, match="not at push a for version 2"):
+        await rig.commit("a", 2)
+    assert rig.engine.calls.count("pause keep") == 0
+
+
+@pytest.mark.parametrize(("push_id", "version", "expires_s"), [("", 1, 1.0), ("a", -1, 1.0), ("a", 1, 0.0), ("a", 1, float("nan"))])
+async def test_calls_that_name_no_push_are_refused(rig: SinkRig, push_id: str, version: int, expires_s: float) -> None:
+    with pytest.raises(InvalidRequestError):
+        await rig.sink.prepare(push_id, version, expires_s)
+    assert rig.sink.state is SinkState.IDLE
+
+
+async def test_plans_that_differ_are_refused_and_both_hashes_are_named(rig: SinkRig) -> None:
+    own = rig.trainer.plan((await rig.to_prepared()).layout).plan_hash
+    with pytest.raises(StateError, match=f"this server's plan is {own}, the caller's other"):
+        await rig.sink.plan("a", 1, "other", rig.trainer.layout)
+    assert (rig.sink.state, "shoal_plan" in rig.engine.calls) == (SinkState.PREPARED, False)
+    await rig.sink.plan("a", 1, own, rig.trainer.layout)
+    for call in (rig.sink.plan("a", 1, "other", rig.trainer.layout), rig.sink.verify("a", 1, "other", NO_PAIRS)):
+        with pytest.raises(StateError, match="the caller's other"):
+            await call
+
+
+async def test_a_trainer_that_lacks_a_tensor_cannot_be_planned(rig: SinkRig) -> None:
+    await rig.to_prepared()
+    short = replace(rig.trainer.layout, tensors=rig.trainer.layout.tensors[1:])
+    with pytest.raises(TransportError, match="needs a"):
+        await rig.sink.plan("a", 1, "hash", short)
+    assert rig.sink.state is SinkState.PREPARED
+
+
+def _without_bucket(pairs: tuple[PairDigests, ...]) -> tuple[PairDigests, ...]:
+    return (replace(pairs[0], xxh3=pairs[0].xxh3[:-1], encodings=pairs[0].encodings[:-1]),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: (), "beginning with a, was planned but not written"),
+        (_without_bucket, "has 3 buckets, beginning with a, but 2 digests"),
+        (lambda pairs: (*pairs, pairs[0]), "reported twice"),
+        (lambda pairs: (replace(pairs[0], worker_rank=3),), "rank 0 to worker 3 was written but not planned"),
+    ],
+    ids=["absent pair", "absent bucket", "pair twice", "unknown worker"],
+)
+async def test_digests_that_do_not_cover_the_plan_are_refused(
+    rig: SinkRig, change: Callable[[tuple[PairDigests, ...]], tuple[PairDigests, ...]], message: str
+) -> None:
+    plan_hash = await rig.to_planned()
+    pairs = await rig.write()
+    with pytest.raises(StateError, match=message):
+        await rig.sink.verify("a", 1, plan_hash, change(pairs))
+    assert (rig.sink.state, rig.sink.staged) == (SinkState.PLANNED, None)
+
+
+async def test_a_wrong_digest_names_the_parameter_and_nothing_can_be_committed(rig: SinkRig) -> None:
+    plan_hash = await rig.to_planned()
+    pairs = await rig.write()
+    with pytest.raises(StateError, match=r"staged bytes of b .*worker 0 \(bucket 1 of rank 0\) differ"):
+        await rig.sink.verify("a", 1, plan_hash, with_wrong_digest(pairs, 1))
+    assert rig.sink.staged is None
+    with pytest.raises(StateError, match="is planned"):
+        await rig.commit()
+    # What was wrong was the telling, so that the same push can still be verified.
+    await rig.sink.verify("a", 1, plan_hash, pairs)
+    await rig.commit()
+    assert rig.failed == []
+
+
+async def test_a_new_push_replaces_one_that_is_not_committed(rig: SinkRig) -> None:
+    replaced = _num_ended(PushEnd.REPLACED)
     await rig.to_verified("a", 1)
     await rig.to_verified("b", 2)
     with pytest.raises(StateError, match="not at push a"):
-        await rig.sink.commit("a", 1)
-    assert (await rig.sink.commit("b", 2)).policy_version == 2
+        await rig.commit("a", 1)
+    assert (await rig.commit("b", 2)).policy_version == 2
+    assert _num_ended(PushEnd.REPLACED) == replaced + 1
 
 
-async def test_abort_drops_a_push_repeats_and_refuses_a_committed_one(rig: _Rig) -> None:
+async def test_a_prepare_that_fails_leaves_nothing_of_the_push_before_it(rig: SinkRig) -> None:
+    await rig.to_verified("a", 1)
+    rig.engine.failures["shoal_prepare"] = CapacityError("no space")
+    with pytest.raises(CapacityError):
+        await rig.to_prepared("b", 2)
+    # The workers may have let go of it already: a commit would find nothing to swap, after it had paused.
+    with pytest.raises(StateError, match="at no push"):
+        await rig.commit("a", 1)
+    assert (rig.sink.state, rig.failed) == (SinkState.IDLE, [])
+
+
+@pytest.mark.parametrize("stage", ["prepared", "planned", "verified"])
+async def test_abort_drops_a_push_at_every_stage_and_repeats(rig: SinkRig, stage: str) -> None:
+    aborted = _num_ended(PushEnd.ABORTED)
+    reach = {"prepared": rig.to_prepared, "planned": rig.to_planned, "verified": rig.to_verified}
+    await reach[stage]()
+    assert await rig.sink.abort("a") == 0
+    assert await rig.sink.abort("a") == 0
+    assert (rig.sink.state, rig.engine.calls.count("shoal_drop")) == (SinkState.IDLE, 1)
+    assert _num_ended(PushEnd.ABORTED) == aborted + 1
+    for call in STAGES:
+        with pytest.raises(StateError, match="at no push"):
+            await STAGES[call](rig)
+    rig.set(a=5)
+    await rig.push_all("a", 1)
+    assert rig.live()["a"] == 5
+
+
+async def test_abort_ignores_unknown_pushes_and_refuses_a_committed_one(rig: SinkRig) -> None:
     assert await rig.sink.abort("unknown") == 0
-    await rig.to_verified()
-    assert await rig.sink.abort("a") == 0
-    assert await rig.sink.abort("a") == 0
-    assert rig.engine.calls.count("shoal_drop") == 1
-    with pytest.raises(StateError):
-        await rig.sink.commit("a", 1)
-    await rig.to_verified("b", 2)
-    rig.engine.failures["shoal_drop"] = StateError("old weights are stuck")
-    await rig.sink.commit("b", 2)
+    await rig.push_all()
+    assert await rig.sink.abort("unknown") == 1
     with pytest.raises(StateError, match="committed cannot go to idle"):
-        await rig.sink.abort("b")
+        await rig.sink.abort("a")
 
 
-async def test_reserve_allocates_before_any_push_or_says_that_there_is_no_room(rig: _Rig) -> None:
+async def test_reserve_allocates_before_any_push_or_says_that_there_is_no_room(rig: SinkRig) -> None:
     await rig.sink.reserve()
-    assert (rig.engine.calls, rig.sink.state) == (["shoal_prepare"], SinkState.IDLE)
+    assert (rig.engine.calls, rig.sink.state, len(list(rig.folder.iterdir()))) == (["shoal_prepare"], SinkState.IDLE, 1)
     rig.engine.failures["shoal_prepare"] = CapacityError("no space")
     with pytest.raises(CapacityError, match="no space"):
         await rig.sink.reserve()
 
 
-async def test_a_failed_prepare_or_verify_changes_nothing(rig: _Rig) -> None:
-    rig.engine.failures["shoal_prepare"] = CapacityError("no space")
-    with pytest.raises(CapacityError):
-        await rig.sink.prepare("a", 1)
-    assert rig.sink.state is SinkState.IDLE
-    rig.engine.failures = {"shoal_start_verify": StateError("p was not written")}
-    await rig.sink.prepare("a", 1)
-    with pytest.raises(StateError, match="p was not written"):
-        await rig.sink.verify("a", 1, "hash", DIGESTS)
-    rig.engine.failures = {}
-    await rig.sink.verify("a", 1, "hash", DIGESTS)
-    await rig.sink.commit("a", 1)
-    assert rig.failed == []
-
-
-async def test_a_commit_outlives_its_caller_and_a_repeat_waits_for_it(rig: _Rig) -> None:
-    await rig.to_verified()
-    reached, release = rig.engine.hold("shoal_commit")
-    caller = asyncio.create_task(rig.sink.commit("a", 1))
-    await reached.wait()
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    repeat = asyncio.create_task(rig.sink.commit("a", 1))
-    for refused in (rig.sink.abort("a"), rig.sink.prepare("b", 2), rig.sink.verify("a", 1, "hash", DIGESTS)):
-        with pytest.raises(StateError):
-            await refused
+@pytest.mark.parametrize("stage", ["prepared", "planned", "verified"])
+async def test_a_push_expires_at_every_stage(rig: SinkRig, stage: str) -> None:
+    expired = _num_ended(PushEnd.EXPIRED)
+    reached, release = rig.engine.hold("shoal_drop")
+    reach = {"prepared": rig.to_prepared, "planned": rig.to_planned, "verified": rig.to_verified}
+    await reach[stage](expires_s=0.3)
+    await asyncio.wait_for(reached.wait(), 5)
+    # The push is over before the workers know.
+    assert (rig.sink.state, rig.sink.served_version) == (SinkState.IDLE, 0)
     release.set()
-    assert (await repeat).policy_version == 1
-    assert rig.engine.calls[-5:] == [*COMMIT_CALLS, "shoal_drop"]
+    with pytest.raises(StateError, match="at no push"):
+        await rig.commit()
+    assert _num_ended(PushEnd.EXPIRED) == expired + 1
 
 
-@pytest.mark.parametrize("call", COMMIT_CALLS)
-async def test_a_commit_that_fails_half_way_ends_serving(rig: _Rig, call: str) -> None:
-    await rig.to_verified()
-    rig.engine.failures[call] = RuntimeError("worker died")
-    with pytest.raises(InternalError, match="stopped serving: worker died"):
-        await rig.sink.commit("a", 1)
-    assert rig.sink.state is SinkState.FAILED
-    assert len(rig.failed) == 1
-    if call != "resume":
-        assert "resume" not in rig.engine.calls
-    for refused in (rig.sink.prepare("b", 2), rig.sink.commit("a", 1), rig.sink.abort("a")):
-        with pytest.raises(StateError):
-            await refused
+async def test_a_push_that_expires_ends_although_the_workers_cannot_be_told(rig: SinkRig) -> None:
+    rig.engine.failures["shoal_drop"] = StateError("stuck")
+    reached, _ = rig.engine.hold("shoal_drop")
+    rig.engine.gates["shoal_drop"].set()
+    await rig.to_verified(expires_s=0.2)
+    await asyncio.wait_for(reached.wait(), 5)
+    rig.set(a=3)
+    await rig.push_all("b", 2)
+    assert rig.live()["a"] == 3
 
 
-async def test_digests_of_an_unknown_worker_are_refused(rig: _Rig) -> None:
-    await rig.sink.prepare("a", 1)
-    stray = CopyDigest(worker_rank=3, parameter="p", parameter_box=Box(offsets=(0,), sizes=(4,)), xxh3=1)
-    with pytest.raises(StateError, match="digests name worker 3"):
-        await rig.sink.verify("a", 1, "hash", [stray])
+async def test_a_repeated_prepare_does_not_set_the_clock_anew(rig: SinkRig) -> None:
+    reached, release = rig.engine.hold("shoal_drop")
+    release.set()
+    await rig.to_prepared(expires_s=0.2)
+    await rig.to_prepared(expires_s=60.0)
+    await asyncio.wait_for(reached.wait(), 5)
+
+
+async def test_a_verify_ends_when_the_time_of_its_push_is_over(rig: SinkRig) -> None:
+    reached, release = rig.engine.hold("shoal_start_verify")
+    plan_hash = await rig.to_planned(expires_s=0.2)
+    pairs = await rig.write()
+    verifying = asyncio.create_task(rig.sink.verify("a", 1, plan_hash, pairs))
+    await reached.wait()
+    await asyncio.sleep(0.25)
+    release.set()
+    with pytest.raises(StateError, match="push a for version 1 has expired"):
+        await verifying
+    assert rig.engine.calls.count("shoal_step_verify") == 0
+
+
+async def test_a_committed_push_does_not_expire(rig: SinkRig) -> None:
+    expired = _num_ended(PushEnd.EXPIRED)
+    await rig.to_verified(expires_s=0.2)
+    await rig.commit()
+    await asyncio.sleep(0.3)
+    assert (rig.sink.state, _num_ended(PushEnd.EXPIRED)) == (SinkState.COMMITTED, expired)
+
+
+async def test_a_commit_that_runs_when_the_time_is_over_is_finished(rig: SinkRig) -> None:
+    expired = _num_ended(PushEnd.EXPIRED)
+    reached, release = rig.engine.hold("shoal_commit")
+    await rig.to_verified(expires_s=0.3)
+    committing = asyncio.create_task(rig.commit())
+    await reached.wait()
+    await asyncio.sleep(0.4)
+    release.set()
+    assert (await committing).policy_version == 1
+    await asyncio.sleep(0)
+    assert (rig.sink.state, _num_ended(PushEnd.EXPIRED)) == (SinkState.COMMITTED, expired)
+
+
+async def test_a_refused_commit_does_not_keep_its_push_beyond_its_time(rig: SinkRig) -> None:
+    reached, release = rig.engine.hold("shoal_drop")
+    release.set()
+    await rig.to_verified(expires_s=0.3)
+    sampling = asyncio.create_task(rig.engine.sample("r", [1], rig.sampling(4)))
+    await rig.engine.until_requests(1)
+    with pytest.raises(StateError, match="did not end"):
+        await rig.sink.commit("a", 1, InflightMode.WAIT, 1.5)
+    await asyncio.wait_for(reached.wait(), 5)
+    assert rig.sink.state is SinkState.IDLE
+    rig.engine.step(4)
+    await sampling
+
+
+async def test_encodings_reach_the_workers(rig: SinkRig) -> None:
+    rig.set(a=1)
+    await rig.push_all()
+    rig.set(b=2)
+    plan_hash = await rig.to_planned("b", 2)
+    pairs = await rig.write("b", 2, unchanged=("a", "c"))
+    assert pairs[0].encodings == (BucketEncoding.UNCHANGED, BucketEncoding.DENSE, BucketEncoding.UNCHANGED)
+    await rig.sink.verify("b", 2, plan_hash, pairs)
+    await rig.commit("b", 2)
+    assert rig.models[0].prepared[-1] == {"b"}
+    assert rig.live() == {"a": 1, "b": 2, "c": 0}
