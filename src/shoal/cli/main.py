@@ -63,6 +63,45 @@ def status(address: Annotated[str, typer.Option(help="the coordinator's REST add
     show_status(address, Console())
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        Path | None, typer.Option(help="folder of a Hugging Face model, or its config.json (Llama, Mistral, Qwen2, Qwen3)")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="shape of a known model instead, such as llama-70b")] = None,
+    ranks: Annotated[int, typer.Option(help="processes of the trainer")] = 8,
+    trainer_tp: Annotated[int, typer.Option(help="tensor parallelism of the trainer, within its ranks")] = 1,
+    replicas: Annotated[int, typer.Option(help="copies of the sharded trainer (hybrid sharding), within its ranks")] = 1,
+    engines: Annotated[int, typer.Option(help="rollout servers")] = 1,
+    tp: Annotated[int, typer.Option(help="tensor parallelism of each engine")] = 1,
+    dtype: Annotated[str, typer.Option(help="serving dtype")] = "bfloat16",
+    bucket_bytes: Annotated[int, typer.Option(help="push.bucket_bytes", min=4096)] = 16 << 20,
+    transport: Annotated[str, typer.Option(help="push.transport: auto, shm, grpc, collective or cuda_ipc")] = "auto",
+    device: Annotated[str, typer.Option(help="where both sides hold weights: cuda or cpu")] = "cuda",
+    same_host: Annotated[bool, typer.Option("--same-host", help="engines run on the trainer's machine")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False,
+) -> None:
+    """Say what a weight push would send over which link, without running anything."""
+    from shoal.cli.plan import show_plan
+    from shoal.cli.plan_report import PlanOptions
+    from shoal.cli.plan_shapes import choose_shape
+
+    options = PlanOptions(
+        shape=choose_shape(model, shape),
+        num_ranks=ranks,
+        trainer_tp=trainer_tp,
+        replicas=replicas,
+        num_engines=engines,
+        tp=tp,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        transport=transport,
+        device=device,
+        same_host=same_host,
+    )
+    show_plan(options, Console(), as_json=as_json)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="step")]) -> None:
     """Measure: shoal bench step --size micro --samples 64 --max-new-tokens 64 --json (each has its own --help)."""

@@ -25,6 +25,12 @@ class ServerPlan:
     transports: Mapping[tuple[int, int], str] = field(repr=False)
     rows: Mapping[tuple[int, int], int] = field(repr=False)
 
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """Bytes of the largest bucket, 0 without any: what a rank holds beyond its shard."""
+        ends = self.assignment.bytes_before[self.assignment.bucket_starts]
+        return int((ends[1:] - ends[:-1]).max(initial=0))
+
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(rank, worker_rank) with something to send, sorted."""
         return tuple(self.rows)
