@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal_rollout.engine import EngineSample
-from shoal_rollout.worker_layout import Plain, layout_to_plain
+from shoal_rollout.engine import EngineSample, StillRunningError
+from shoal_rollout.worker_layout import Plain
 
 from shoal.errors import ShoalError
-from shoal.types import SamplingParams, SinkWorkerLayout
+from shoal.types import InflightMode, SamplingParams
+from tests.helpers.engine_models import PlainModel, PlainWorkers
 
 
 @dataclass
@@ -73,40 +74,37 @@ class FakeSampler:
         self.running[sample_id].answer.set_result(sample)
 
 
-@dataclass
 class FakeSwapper:
-    """A `SwappableEngine`: records every call; fails or blocks where the test says."""
+    """A `SwappableEngine` over workers with plain models: records every call; fails or blocks where the test says."""
 
-    layouts: Sequence[SinkWorkerLayout] = ()
-    calls: list[str] = field(default_factory=list)
-    failures: dict[str, ShoalError | RuntimeError] = field(default_factory=dict)
-    gates: dict[str, asyncio.Event] = field(default_factory=dict)
-    reached: dict[str, asyncio.Event] = field(default_factory=dict)
-    verify_steps: int = 2
+    def __init__(self, models: Sequence[PlainModel]) -> None:
+        self.models = list(models)
+        self.workers = PlainWorkers(self.models)
+        self.calls: list[str] = []
+        self.failures: dict[str, ShoalError | RuntimeError] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.reached: dict[str, asyncio.Event] = {}
 
     async def call_workers(self, method: str, *args: Plain) -> list[Plain]:
-        """Answer as workers would."""
-        await self._note(method)
-        if method == "shoal_prepare":
-            return [layout_to_plain(layout) for layout in self.layouts]
-        if method == "shoal_step_verify":
-            is_done = self.calls.count(method) % self.verify_steps == 0
-            return [[is_done, 100] for _ in self.layouts]
-        return [None for _ in self.layouts]
+        """Answer as workers do."""
+        await self.note(method)
+        return self.workers.call(method, *args)
 
-    async def pause(self) -> None:
+    async def pause(self, inflight: InflightMode, timeout_s: float) -> int:
         """Note it."""
-        await self._note("pause")
+        await self.note(f"pause {inflight}")
+        return 0
 
     async def finish_swap(self, version: str) -> None:
         """Note it."""
-        await self._note(f"finish_swap {version}")
+        await self.note(f"finish_swap {version}")
 
     async def resume(self) -> None:
         """Note it."""
-        await self._note("resume")
+        await self.note("resume")
 
-    async def _note(self, call: str) -> None:
+    async def note(self, call: str) -> None:
+        """Record a call; block or fail it."""
         self.calls.append(call)
         if call in self.gates:
             self.reached[call].set()
@@ -118,3 +116,113 @@ class FakeSwapper:
         """Block a call: answers (reached, release)."""
         self.gates[call], self.reached[call] = asyncio.Event(), asyncio.Event()
         return self.reached[call], self.gates[call]
+
+
+@dataclass
+class _Running:
+    """A request in a `SteppedEngine`; one entry per token."""
+
+    max_tokens: int
+    answer: asyncio.Future[EngineSample]
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+
+    def end(self, reason: str) -> None:
+        """Answer with what is there."""
+        changes = [index for index in range(len(self.versions)) if index == 0 or self.versions[index] != self.versions[index - 1]]
+        ends = [*changes[1:], len(self.versions)]
+        spans = [(self.versions[start], start, end) for start, end in zip(changes, ends, strict=True)] if changes else []
+        self.answer.set_result(
+            EngineSample(token_ids=list(range(len(self.logprobs))), logprobs=self.logprobs, finish_reason=reason, versions=spans)
+        )
+
+
+class SteppedEngine(FakeSwapper):
+    """Also a `SamplingEngine`: every call of `step` gives each running request one token, whose log-probability is a weight.
+
+    Pausing does what vLLM does: requests that come while it is paused are not run before `resume`; keep freezes the running ones, abort
+    ends them, wait lets them be stepped to their end.
+    """
+
+    def __init__(self, models: Sequence[PlainModel]) -> None:
+        super().__init__(models)
+        self.version = "0"
+        self.requests: dict[str, _Running] = {}
+        self.held: set[str] = set()
+        self.paused: InflightMode | None = None
+        self._changed = asyncio.Event()
+
+    async def sample(self, sample_id: str, prompt_ids: list[int], params: object) -> EngineSample:
+        """Wait for the test's steps."""
+        assert isinstance(params, SamplingParams)
+        request = _Running(params.max_new_tokens, asyncio.get_running_loop().create_future())
+        self.requests[sample_id] = request
+        if self.paused is not None:
+            self.held.add(sample_id)
+        self._changed.set()
+        return await request.answer
+
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        """End requests with what they have."""
+        for sample_id in sample_ids:
+            self._end(sample_id, "abort")
+
+    def make_params(self, sampling: SamplingParams, stop_ids: Sequence[int], seed: int | None) -> object:
+        """Show what was asked for."""
+        return sampling
+
+    def step(self, num_steps: int = 1) -> None:
+        """Sample that many tokens of every request that may run."""
+        for _ in range(num_steps):
+            for sample_id in [name for name in self.requests if name not in self.held]:
+                if self.paused is not InflightMode.KEEP:
+                    self._step_one(sample_id, self.requests[sample_id])
+
+    async def until_requests(self, count: int) -> None:
+        """Wait until exactly that many requests are in the engine."""
+        while len(self.requests) != count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def pause(self, inflight: InflightMode, timeout_s: float) -> int:
+        """See `SwappableEngine.pause`."""
+        self.paused = inflight
+        await self.note(f"pause {inflight}")
+        running = [name for name in self.requests if name not in self.held]
+        if inflight is InflightMode.ABORT:
+            await self.abort(running)
+            return len(running)
+        if inflight is InflightMode.WAIT:
+            await self._wait(timeout_s)
+        return 0
+
+    async def finish_swap(self, version: str) -> None:
+        """Tag the tokens that follow."""
+        await super().finish_swap(version)
+        self.version = version
+
+    async def resume(self) -> None:
+        """Run everything."""
+        await super().resume()
+        self.paused = None
+        self.held.clear()
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.requests.keys() - self.held:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            await self.resume()
+            raise StillRunningError("requests did not end") from error
+
+    def _step_one(self, sample_id: str, request: _Running) -> None:
+        request.logprobs.append(float(self.models[0].weights["a"].flatten()[0]))
+        request.versions.append(self.version)
+        if len(request.logprobs) == request.max_tokens:
+            self._end(sample_id, "length")
+
+    def _end(self, sample_id: str, reason: str) -> None:
+        self.requests.pop(sample_id).end(reason)
+        self._changed.set()

@@ -10,6 +10,7 @@ from shoal.types.weights import BucketEncoding, PairDigests
 from shoal.weights import boxes
 from shoal.weights.buckets import Bucket
 
+_MAX_NAMES = 8
 BucketKey = tuple[int, int]
 """Trainer rank and index of a bucket of one worker."""
 
@@ -68,8 +69,8 @@ def verify_buckets(expected: Sequence[Expected], known: Mapping[BucketKey, int],
     for one in expected:
         is_known = one.encoding is BucketEncoding.UNCHANGED and known.get(one.key) == one.xxh3
         if not is_known and digest_of(one.bucket) != one.xxh3:
-            was = "which were not sent, " if one.encoding is BucketEncoding.UNCHANGED else ""
-            raise StateError(f"staged bytes of {describe_bucket(one.bucket)} {was}differ from the trainer's; push everything again")
+            was = ", which were not sent, " if one.encoding is BucketEncoding.UNCHANGED else " "
+            raise StateError(f"staged bytes of {describe_bucket(one.bucket)}{was}differ from the trainer's; push everything again")
         yield one.bucket.num_bytes
 
 
@@ -79,8 +80,9 @@ def sent_parameters(expected: Sequence[Expected]) -> frozenset[str]:
 
 
 def describe_bucket(bucket: Bucket) -> str:
-    """For messages: where a bucket belongs."""
-    first = bucket.pieces[0]
-    more = f" and {len(bucket.pieces) - 1} more pieces" if len(bucket.pieces) > 1 else ""
+    """For messages: which parameters a bucket holds parts of, and where it belongs."""
+    names = list(dict.fromkeys(piece.parameter for piece in bucket.pieces))
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    box = f" {boxes.describe(bucket.pieces[0].parameter_box)}" if len(bucket.pieces) == 1 else ""
     where = f"worker {bucket.worker_rank} (bucket {bucket.index} of rank {bucket.rank})"
-    return f"{first.parameter} {boxes.describe(first.parameter_box)}{more} on {where}"
+    return f"{', '.join(names[:_MAX_NAMES])}{more}{box} on {where}"

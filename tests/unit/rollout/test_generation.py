@@ -15,7 +15,7 @@ from shoal_rollout.engine_seed import engine_seed
 from shoal_rollout.generation import Generation
 from shoal_rollout.request_checks import GenerateCall
 
-from shoal.errors import InternalError, InvalidRequestError, StalePolicyError, UnavailableError
+from shoal.errors import InternalError, InvalidRequestError, UnavailableError
 from shoal.telemetry.metrics import sample_value
 from shoal.types import Completion, FinishReason, SamplingParams
 from tests.helpers.engine_fakes import FakeSampler
@@ -112,7 +112,7 @@ async def test_drain_waits_for_running_samples_and_refuses_new_ones(sampler: Fak
 
 async def test_generate_refuses_a_stale_server_and_a_repeated_id(sampler: FakeSampler, generation: Generation) -> None:
     generation.policy_version = 4
-    with pytest.raises(StalePolicyError, match="serves policy version 4, the request wants at least 5"):
+    with pytest.raises(UnavailableError, match="serves policy version 4, the request wants at least 5"):
         await _collect(generation, replace(CALL, min_policy_version=5))
     with pytest.raises(InvalidRequestError, match=r"prompt_ids\[0\] is 101"):
         await _collect(generation, replace(CALL, prompt_ids=[101]))
@@ -141,3 +141,30 @@ def test_engine_seeds_differ_between_servers_and_repeat_for_one() -> None:
     assert len(seeds) == 400
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert engine_seed(3, "rollout-1") == engine_seed(3, "rollout-1")
+
+
+async def test_a_server_below_the_required_version_answers_nothing(sampler: FakeSampler, generation: Generation) -> None:
+    generation.require(50)
+    # A coordinator that restarted may ask for less; a server that has heard of version 50 knows better.
+    generation.require(3)
+    for version in (0, 49):
+        generation.policy_version = version
+        with pytest.raises(UnavailableError, match=f"serves policy version {version}, the run requires at least 50"):
+            await _collect(generation, CALL)
+    assert not sampler.running
+    generation.policy_version = 50
+    task = asyncio.create_task(_collect(generation, CALL))
+    for sample_id in await sampler.until_running(3):
+        sampler.finish(sample_id)
+    assert len(await task) == 3
+
+
+async def test_a_server_that_joins_a_run_answers_nothing_before_it_was_told_the_version(sampler: FakeSampler) -> None:
+    generation = Generation(sampler, engine_id="rollout-1", vocab_size=101, max_model_len=32, eos_ids=(2,), required_policy_version=None)
+    with pytest.raises(UnavailableError, match="has not been told yet which policy version"):
+        await _collect(generation, CALL)
+    generation.require(0)
+    task = asyncio.create_task(_collect(generation, CALL))
+    for sample_id in await sampler.until_running(3):
+        sampler.finish(sample_id)
+    assert len(await task) == 3
