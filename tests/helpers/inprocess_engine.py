@@ -25,7 +25,9 @@ ENGINE_ENVIRONMENT = {
 class InProcessEngine:
     """`SwappableEngine` over vLLM's synchronous engine, plus sampling with log-probabilities."""
 
-    def __init__(self, folder: Path, *, dtype: str = "float32", extension: str = "shoal_rollout.engine_worker.EngineWorker") -> None:
+    def __init__(
+        self, folder: Path, *, dtype: str = "float32", extension: str = "shoal_rollout.engine_worker.EngineWorker", **arguments: object
+    ) -> None:
         from vllm import LLM
 
         self.llm: Any = LLM(
@@ -38,12 +40,18 @@ class InProcessEngine:
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
             worker_extension_cls=extension,
+            **arguments,
         )
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM is not type-checked here
         """The only worker."""
         return self.llm.llm_engine.model_executor.driver_worker.worker
+
+    @property
+    def model(self) -> Any:  # noqa: ANN401 - as above
+        """The worker's model."""
+        return self.worker.model_runner.get_model()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - plain data of any shape
         """Call a worker method; errors as the real engine raises them."""
@@ -62,11 +70,21 @@ class InProcessEngine:
     async def resume(self) -> None:
         """Nothing was paused."""
 
-    def sample(self, prompt_ids: Sequence[int], *, seed: int = 0, num_tokens: int = 16) -> tuple[list[int], NDArray[np.float32], list[str]]:
+    def sample(
+        self, prompt_ids: Sequence[int], *, seed: int = 0, num_tokens: int = 16, temperature: float = 1.0
+    ) -> tuple[list[int], NDArray[np.float32], list[str]]:
         """Sample one response; returns its ids, log-probabilities and the weight versions seen."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed, logprobs=0, flat_logprobs=True, detokenize=False)
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            seed=seed,
+            temperature=temperature,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
         (output,) = self.llm.generate([{"prompt_token_ids": list(prompt_ids)}], params, use_tqdm=False)
         completion = output.outputs[0]
         versions = [span.version for span in completion.weight_versions]

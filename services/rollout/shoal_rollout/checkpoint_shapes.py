@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from shoal.errors import ConfigError
 
 _MAX_HEADER_BYTES = 100 << 20
+_INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,13 +31,45 @@ _DTYPES = {
 def meta_checkpoint(folder: Path) -> dict[str, Tensor]:
     """Make a meta tensor for every tensor of a checkpoint folder.
 
-    Raises: ConfigError: no safetensors file, a damaged one, or a dtype that a push cannot carry.
+    Raises: ConfigError: no safetensors file, a damaged one, a tensor in two files, or a dtype that a push cannot carry.
     """
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        for name, tensor in _meta_tensors(path):
+            if name in tensors:
+                msg = f"tensor {name} is in {path} and in another file of the folder; keep the files of one checkpoint, or write {_INDEX}"
+                raise ConfigError(msg)
+            tensors[name] = tensor
+    return tensors
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Read a checkpoint folder tensor by tensor."""
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that vLLM loads: those that the index names, if there is one."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         msg = f"model folder {folder} has no .safetensors file; a weight push needs one, save the model with safe_serialization=True"
         raise ConfigError(msg)
-    return {name: tensor for path in paths for name, tensor in _meta_tensors(path)}
+    index = folder / _INDEX
+    if not index.exists():
+        return paths
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        msg = f"cannot read {index}: {error!r}; it must map tensors to files under weight_map"
+        raise ConfigError(msg) from error
+    missing = named - {path.name for path in paths}
+    if missing:
+        msg = f"model folder {folder} lacks {sorted(missing)[0]}, which {_INDEX} names"
+        raise ConfigError(msg)
+    return [path for path in paths if path.name in named]
 
 
 def _meta_tensors(path: Path) -> list[tuple[str, Tensor]]:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from shoal.errors import ConfigError
-from shoal_rollout.checkpoint_shapes import meta_checkpoint
-from shoal_rollout.load_recorder import LoadRecorder, RecordedLoad, check_coverage
-
-_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+from shoal_rollout.load_recorder import LoadRecorder
+from shoal_rollout.staged_layout import StagedParameter, stage
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A module that uses a parameter, and under which name."""
+    """A module that uses a parameter, and under which name.
 
+    meta has the shape, dtype and weight loader that the parameter was created with.
+    """
+
+    path: str
     module: nn.Module
     attribute: str
+    meta: Tensor
 
     @property
     def live(self) -> nn.Parameter:
@@ -39,67 +39,79 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
-    """One parameter: tied ones appear once, under their first name, with several holders.
-
-    meta has the shape, dtype and weight loader that the model was created with.
-    """
+    """One parameter: tied ones appear once, under their first name, with several holders."""
 
     name: str
-    meta: Tensor
     holders: tuple[Holder, ...]
+
+    @property
+    def meta(self) -> Tensor:
+        """Shape and dtype at creation."""
+        return self.holders[0].meta
 
 
 def collect_parameters(model: nn.Module) -> tuple[EngineParameter, ...]:
-    """List the parameters of a loaded model."""
-    found: dict[int, tuple[str, list[Holder]]] = {}
+    """List the parameters of a loaded model that have any element."""
+    found: dict[int, list[Holder]] = {}
     for path, module in model.named_modules():
         for attribute, live in module._parameters.items():
             if live is not None:
                 name = f"{path}.{attribute}" if path else attribute
-                found.setdefault(id(live), (name, []))[1].append(Holder(module, attribute))
-    return tuple(EngineParameter(name, _created_as(holders[0]), tuple(holders)) for name, holders in found.values())
+                found.setdefault(id(live), []).append(Holder(name, module, attribute, _created_as(module, attribute, live)))
+    return tuple(EngineParameter(holders[0].path, tuple(holders)) for holders in found.values() if holders[0].meta.numel() > 0)
 
 
-def record_load(model: nn.Module, parameters: Sequence[EngineParameter], folder: Path) -> RecordedLoad:
-    """Let the model load its checkpoint's names and shapes, without data, and record where everything goes.
+def record_load(model: nn.Module, parameters: Sequence[EngineParameter], checkpoint: Mapping[str, Tensor]) -> dict[str, StagedParameter]:
+    """Let the model load its checkpoint's names and shapes, without data, and find what to stage for every parameter.
 
     The live parameters are put aside meanwhile, so nothing may run on the model.
 
     Raises: ConfigError: the model does something else than copy rectangles, or leaves a parameter out.
     """
-    check_updatable(model)
-    recorder = LoadRecorder(meta_checkpoint(folder), {parameter.name: parameter.meta for parameter in parameters})
-    with _on_meta(parameters), recorder:
+    holders = {holder.path: holder for parameter in parameters for holder in parameter.holders}
+    recorder = LoadRecorder(checkpoint, {path: holder.meta for path, holder in holders.items()})
+    with _on_meta(holders.values()), recorder:
+        _load(model, recorder.checkpoint.items())
+    staged = stage(recorder.result(), {path: tuple(holder.meta.shape) for path, holder in holders.items()})
+    return {parameter.name: _staged_as(parameter, staged) for parameter in parameters}
+
+
+def tensors_read(model: nn.Module, parameters: Sequence[EngineParameter], checkpoint: Mapping[str, Tensor]) -> frozenset[str]:
+    """Which checkpoint tensors the model's loading looks at; all of them if that cannot be seen without data."""
+    recorder = LoadRecorder(checkpoint, {}, watch_only=True)
+    with _on_meta([holder for parameter in parameters for holder in parameter.holders]), recorder:
         try:
-            model.load_weights(recorder.checkpoint.items())  # type: ignore[operator]  # every vLLM model has it
-        except NotImplementedError as error:
-            msg = f"{type(model).__name__} computes with weights while it loads them ({error}); it cannot be updated in place yet"
-            raise ConfigError(msg) from error
-    load = recorder.result()
-    check_coverage(load, {parameter.name: tuple(parameter.meta.shape) for parameter in parameters})
-    return load
+            _load(model, recorder.checkpoint.items())
+        except ConfigError:
+            return frozenset(checkpoint)
+    return recorder.touched
 
 
-def check_updatable(model: nn.Module) -> None:
-    """Refuse models whose weights are transformed after loading in ways that a swap does not repeat.
-
-    Raises: ConfigError: names the first such layer.
-    """
-    if hasattr(model, "process_weights_after_loading"):
-        msg = f"{type(model).__name__} derives tensors from its weights after loading; it cannot be updated in place yet"
-        raise ConfigError(msg)
-    for path, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module, MLAAttention) or (method is not None and type(method) not in _PLAIN_METHODS):
-            kind = type(module if method is None else method).__name__
-            msg = f"layer {path} ({kind}) transforms its weights after loading; quantised, MLA and MoE cannot be updated in place yet"
-            raise ConfigError(msg)
+def _load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]  # every vLLM model has it
+    try:
+        load(tensors)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model's own code may raise anything when its tensors hold no data
+        msg = f"{type(model).__name__} cannot load tensors without data ({type(error).__name__}: {error})"
+        raise ConfigError(msg) from error
 
 
-def _created_as(holder: Holder) -> Tensor:
+def _staged_as(parameter: EngineParameter, staged: Mapping[str, StagedParameter]) -> StagedParameter:
+    """What was loaded into the first holder that anything was loaded into; a tied head may be loaded as well, with the same values."""
+    for holder in parameter.holders:
+        if holder.path in staged:
+            found = staged[holder.path]
+            regions = tuple(replace(region, parameter=parameter.name) for region in found.regions)
+            return StagedParameter(found.shape, regions)
+    msg = f"engine parameter {parameter.name} is not loaded from the checkpoint"
+    raise ConfigError(msg)
+
+
+def _created_as(module: nn.Module, attribute: str, live: nn.Parameter) -> Tensor:
     """A fresh meta tensor with the shape, dtype, class and weight loader of the parameter at creation."""
-    module, live = holder.module, holder.live
-    recorded = get_layerwise_info(module).restore_metadata[0].get(holder.attribute)
+    recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     template = live if recorded is None else recorded
     # vLLM does not record biases, and some CPU kernels widen them after loading.
     dtype = getattr(module, "params_dtype", template.dtype) if recorded is None else template.dtype
@@ -110,16 +122,12 @@ def _created_as(holder: Holder) -> Tensor:
 
 
 @contextmanager
-def _on_meta(parameters: Sequence[EngineParameter]) -> Iterator[None]:
-    live: Mapping[tuple[int, str], nn.Parameter] = {
-        (id(holder.module), holder.attribute): holder.live for parameter in parameters for holder in parameter.holders
-    }
+def _on_meta(holders: Iterable[Holder]) -> Iterator[None]:
+    live = [(holder, holder.live) for holder in holders]
     try:
-        for parameter in parameters:
-            for holder in parameter.holders:
-                holder.module._parameters[holder.attribute] = parameter.meta  # type: ignore[assignment]  # a parameter class, on meta
+        for holder, _ in live:
+            holder.module._parameters[holder.attribute] = holder.meta  # type: ignore[assignment]  # a parameter class, on meta
         yield
     finally:
-        for parameter in parameters:
-            for holder in parameter.holders:
-                holder.module._parameters[holder.attribute] = live[id(holder.module), holder.attribute]
+        for holder, parameter in live:
+            holder.module._parameters[holder.attribute] = parameter

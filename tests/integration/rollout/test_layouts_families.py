@@ -1,0 +1,123 @@
+"""Layouts found on real engines of several model families: what is staged by them and swapped is what the model then computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.inprocess_engine import ENGINE_ENVIRONMENT, InProcessEngine
+from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies, swap
+from tests.helpers.tiny_models import Architecture, reference_choices, reference_logprobs, save_tiny_model
+
+if TYPE_CHECKING:
+    from shoal_rollout.engine_model import EngineModel
+
+PROMPT = [5, 6, 7, 90, 100]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    architecture: Architecture
+    tied: bool
+    overrides: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.architecture}{'-tied' if self.tied else ''}{''.join('-' + key for key in self.overrides)}"
+
+
+def _family(architecture: Architecture, *, tied: bool = False, **overrides: object) -> _Family:
+    return _Family(architecture=architecture, tied=tied, overrides=overrides)
+
+
+FAMILIES = [
+    _family("llama"),
+    _family("llama", tied=True, attention_bias=True, mlp_bias=True),
+    _family("qwen2", tied=True),
+    _family("qwen3"),
+    _family("gemma", tied=True),
+    _family("gemma2", tied=True),
+    _family("gemma3", tied=True),
+    _family("opt", tied=True),
+    _family("mixtral"),
+]
+"""All with a vocabulary of 101, which the engine pads to 128."""
+
+
+class _Rig:
+    """An engine on a folder, and its model as a push sees it."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        from shoal_rollout.engine_model import EngineModel
+
+        self.engine = InProcessEngine(folder, dtype=dtype, extension="")
+        self.model: EngineModel = EngineModel(self.engine.model, folder, self.engine.worker.vllm_config)
+
+    def greedy(self) -> tuple[list[int], list[float]]:
+        ids, logprobs, _ = self.engine.sample(PROMPT, temperature=0.0)
+        return ids, logprobs.tolist()
+
+    def swap(self, staged: dict[str, torch.Tensor], changed: set[str] | None = None) -> None:
+        swap(self.model, staged, changed)
+        assert self.engine.llm.reset_prefix_cache()
+
+
+@pytest.fixture(autouse=True)
+def _engine_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENGINE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def start(_engine_environment: None) -> Iterator[Callable[..., _Rig]]:
+    rigs: list[_Rig] = []
+
+    def make(folder: Path, dtype: str = "float32") -> _Rig:
+        rigs.append(_Rig(folder, dtype))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.engine.close()
+
+
+def _fresh_greedy(folder: Path, dtype: str = "float32") -> tuple[list[int], list[float]]:
+    engine = InProcessEngine(folder, dtype=dtype, extension="")
+    try:
+        ids, logprobs, _ = engine.sample(PROMPT, temperature=0.0)
+    finally:
+        engine.close()
+    return ids, logprobs.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_layout_of_a_family_serves_what_was_staged(tmp_path: Path, start: Callable[..., _Rig], family: _Family) -> None:
+    first, second = (
+        save_tiny_model(tmp_path / f"v{seed}", family.architecture, tied=family.tied, seed=seed, **family.overrides) for seed in (0, 1)
+    )
+    expected = _fresh_greedy(second)
+    rig = start(first)
+    assert rig.model.mode == "copies", rig.model.reason
+    old, new = (stage_copies(rig.model, folder_tensors(folder)) for folder in (first, second))
+    before, greedy_before = live_bytes(rig.model), rig.greedy()
+    assert before == {name: as_bytes(tensor) for name, tensor in old.items()}
+    assert greedy_before != expected, "the new weights must differ, else this test shows nothing"
+
+    rig.swap(new)
+    assert rig.greedy() == expected
+    ids, logprobs = expected
+    assert ids == reference_choices(second, PROMPT, ids)
+    np.testing.assert_allclose(logprobs, reference_logprobs(second, PROMPT, ids), atol=1e-4)
+
+    changed = set(sorted(new)[::2])
+    rig.swap(old, changed)
+    mixed = {name: as_bytes((old if name in changed else new)[name]) for name in new}
+    assert live_bytes(rig.model) == mixed
+    rig.swap(old, set(new) - changed)
+    assert live_bytes(rig.model) == before
+    assert rig.greedy() == greedy_before
