@@ -22,18 +22,14 @@ from shoal.clients.registry import LeaseKeeper
 from shoal.codec.experience import batch_from_proto
 from shoal.codec.reward import score_result_to_proto, score_sample_from_proto
 from shoal.codec.rollout import completion_to_proto, sampling_params_from_proto
-from shoal.codec.services import export_result_to_proto, trainer_description_to_proto, update_result_to_proto
-from shoal.codec.weights import (
-    sink_committed_to_proto,
-    sink_layout_from_proto,
-    sink_layout_to_proto,
-    sink_verified_to_proto,
-    source_prepared_to_proto,
-    source_shard_to_proto,
-    source_transferred_to_proto,
+from shoal.codec.services import (
+    export_result_to_proto,
+    token_scores_to_proto,
+    trainer_description_to_proto,
+    update_result_to_proto,
 )
 from shoal.config.models import SecuritySection
-from shoal.errors import InternalError, StalePolicyError, StateError
+from shoal.errors import InternalError, StalePolicyError, StateError, UnavailableError
 from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import (
     common_pb2,
@@ -43,14 +39,11 @@ from shoal.rpc.v1 import (
     rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
-    weights_pb2,
     weights_pb2_grpc,
 )
 from shoal.types import (
     Batch,
-    Box,
     Completion,
-    CopyDigest,
     ExportResult,
     FinishReason,
     PolicyVersionSpan,
@@ -59,25 +52,16 @@ from shoal.types import (
     ScoreStatus,
     ServiceInfo,
     ServiceKind,
-    SinkCommitted,
-    SinkLayout,
-    SinkParameter,
-    SinkRegion,
-    SinkVerified,
-    SinkWorkerLayout,
-    SourcePrepared,
-    SourceShard,
-    SourceTransferred,
+    TokenScores,
     TrainerDescription,
     TrainerRole,
     UpdateResult,
 )
-from shoal.weights.planner import PushPlan, plan_copies
+from tests.helpers.fake_push_ends import SinkServicer, SourceServicer, make_layout, make_source_layout
+from tests.helpers.push_fakes import ScriptedSink, ScriptedSource
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SECURITY = SecuritySection(insecure=True)
-SHAPE = (4,)
-WHOLE = Box(offsets=(0,), sizes=SHAPE)
 
 
 class FakeService:
@@ -111,31 +95,59 @@ class FakeService:
             incarnation=uuid.uuid4().hex,
             policy_version=self.policy_version,
         )
-        self.lease = await self._stack.enter_async_context(LeaseKeeper(self._coordinator_address, info, SECURITY))
+        keeper = LeaseKeeper(self._coordinator_address, info, SECURITY, on_required_version=self.require_version)
+        self.lease = await self._stack.enter_async_context(keeper)
         return self
+
+    def require_version(self, policy_version: int) -> None:
+        """The coordinator says which version a rollout server must serve before it answers."""
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
 
-class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.WeightSinkServiceServicer):
-    """Generates seeded token ids at once; clear `may_generate` to make it hang."""
+class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
+    """Generates seeded token ids at once; clear `may_generate` to make it hang. `sink` scripts its end of pushes.
+
+    As a real one, it refuses requests while it is older than the version that the coordinator requires; num_refused counts them.
+    """
 
     kind = ServiceKind.ROLLOUT
 
     def __init__(self, service_id: str, run_id: str, coordinator_address: str, *, vocab_size: int) -> None:
+        self.sink = ScriptedSink(make_layout(service_id))
         super().__init__(service_id, run_id, coordinator_address)
         self.vocab_size = vocab_size
         self.may_generate = asyncio.Event()
         self.may_generate.set()
         self.generated_at: list[int] = []
+        self.required_versions: list[int] = []
+        self.num_refused = 0
         self.commits: list[int] = []
-        self.refuse_prepare: Callable[[], Exception | None] = lambda: None
+
+    @property
+    def policy_version(self) -> int:
+        """The version being served."""
+        return self.sink.served_version
+
+    @policy_version.setter
+    def policy_version(self, policy_version: int) -> None:
+        self.sink.served_version = policy_version
+
+    def require_version(self, policy_version: int) -> None:
+        """See the class."""
+        self.required_versions.append(policy_version)
 
     def add_to(self, server: RpcServer) -> None:
         """Add both servicers."""
         server.add(lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, s), "shoal.rpc.v1.RolloutService")
-        server.add(lambda s: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(self, s), "shoal.rpc.v1.WeightSinkService")
+        sink = SinkServicer(self.sink, self._committed)
+        server.add(lambda s: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(sink, s), "shoal.rpc.v1.WeightSinkService")
+
+    def _committed(self, policy_version: int) -> None:
+        self.commits.append(policy_version)
+        if self.lease is not None:
+            self.lease.policy_version = policy_version
 
     async def DescribeRollout(self, request: object, context: Context) -> rollout_pb2.DescribeRolloutResponse:
         """Answer made-up facts."""
@@ -151,6 +163,9 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer, weights_
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Stream one completion per sample."""
+        if self.policy_version < max([0, *self.required_versions[-1:]]):
+            self.num_refused += 1
+            raise UnavailableError(f"serves {self.policy_version}, required is {self.required_versions[-1]}")
         if self.policy_version < request.min_policy_version:
             raise StalePolicyError(f"serves {self.policy_version}, wanted {request.min_policy_version}")
         self.generated_at.append(self.policy_version)
@@ -179,30 +194,6 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer, weights_
             latency_ms=1.0,
             engine_id=self.service_id,
         )
-
-    async def PrepareSink(self, request: weights_pb2.PrepareSinkRequest, context: Context) -> weights_pb2.PrepareSinkResponse:
-        """Answer the layout of one worker with one parameter."""
-        if (error := self.refuse_prepare()) is not None:
-            raise error
-        return weights_pb2.PrepareSinkResponse(
-            layout=sink_layout_to_proto(make_layout(self.service_id)), served_policy_version=self.policy_version
-        )
-
-    async def VerifySink(self, request: weights_pb2.VerifySinkRequest, context: Context) -> weights_pb2.VerifySinkResponse:
-        """Accept any digests."""
-        return sink_verified_to_proto(SinkVerified(num_bytes=16, verify_ms=0.1))
-
-    async def CommitSink(self, request: weights_pb2.CommitSinkRequest, context: Context) -> weights_pb2.CommitSinkResponse:
-        """Serve the new version."""
-        self.policy_version = request.policy_version
-        self.commits.append(request.policy_version)
-        if self.lease is not None:
-            self.lease.policy_version = request.policy_version
-        return sink_committed_to_proto(SinkCommitted(policy_version=self.policy_version, pause_ms=0.5))
-
-    async def AbortSink(self, request: weights_pb2.AbortSinkRequest, context: Context) -> weights_pb2.AbortSinkResponse:
-        """Stay on the old version."""
-        return weights_pb2.AbortSinkResponse(served_policy_version=self.policy_version)
 
 
 class FakeReward(FakeService, reward_pb2_grpc.RewardServiceServicer):
@@ -295,59 +286,41 @@ class FakeGang(FakeService, trainer_pb2_grpc.TrainerServiceServicer):
         self.calls.append(f"export {request.folder}")
         return export_result_to_proto(ExportResult(folder=request.folder, policy_version=self.policy_version, num_bytes=16))
 
+    async def ScoreTokens(self, request: trainer_pb2.ScoreTokensRequest, context: Context) -> trainer_pb2.ScoreTokensResponse:
+        """Agree with the fake rollout server in everything."""
+        scores = [
+            TokenScores(logprobs=(-1.0,) * len(sequence.response_ids), greedy_ids=tuple(sequence.response_ids))
+            for sequence in request.sequences
+        ]
+        return trainer_pb2.ScoreTokensResponse(scores=map(token_scores_to_proto, scores), policy_version=self.policy_version)
+
     def _require_batch(self, step: int) -> None:
         if step not in self.batches:
             raise StateError(f"no forward pass of step {step} has run")
 
 
-class FakeActor(FakeGang, weights_pb2_grpc.WeightSourceServiceServicer):
-    """A gang that can be the source of a push."""
+class FakeActor(FakeGang):
+    """A gang that can be the source of a push; `source` scripts it."""
 
     def __init__(self, run_id: str, coordinator_address: str) -> None:
+        self.source = ScriptedSource(make_source_layout(), 0)
         super().__init__("actor", run_id, coordinator_address)
-        self._plan: PushPlan | None = None
         self.pushes: list[int] = []
+
+    @property
+    def policy_version(self) -> int:
+        """The version being held."""
+        return self.source.policy_version
+
+    @policy_version.setter
+    def policy_version(self, policy_version: int) -> None:
+        self.source.policy_version = policy_version
 
     def add_to(self, server: RpcServer) -> None:
         """Add both servicers."""
         super().add_to(server)
-        server.add(lambda s: weights_pb2_grpc.add_WeightSourceServiceServicer_to_server(self, s), "shoal.rpc.v1.WeightSourceService")
-
-    async def DescribeSource(self, request: object, context: Context) -> weights_pb2.DescribeSourceResponse:
-        """One rank holds everything."""
-        return weights_pb2.DescribeSourceResponse(shards=[source_shard_to_proto(make_shard())], policy_version=self.policy_version)
-
-    async def PrepareSource(self, request: weights_pb2.PrepareSourceRequest, context: Context) -> weights_pb2.PrepareSourceResponse:
-        """Plan as a real rank does."""
-        self._plan = plan_copies([make_shard()], [sink_layout_from_proto(sink) for sink in request.sinks])
-        self.pushes.append(request.policy_version)
-        return source_prepared_to_proto(SourcePrepared(plan_hash=self._plan.plan_hash, num_copies=len(self._plan.copies), num_bytes=16))
-
-    async def TransferSource(self, request: weights_pb2.TransferSourceRequest, context: Context) -> weights_pb2.TransferSourceResponse:
-        """Claim that every copy was written."""
-        digests: dict[str, list[CopyDigest]] = {}
-        for copy in self._plan.copies if self._plan is not None else ():
-            digest = CopyDigest(worker_rank=copy.worker_rank, parameter=copy.parameter, parameter_box=copy.parameter_box, xxh3=1)
-            digests.setdefault(copy.server_id, []).append(digest)
-        return source_transferred_to_proto(SourceTransferred(digests=digests, num_bytes=16, transfer_ms=0.1))
-
-    async def AbortSource(self, request: weights_pb2.AbortSourceRequest, context: Context) -> weights_pb2.AbortSourceResponse:
-        """Drop the plan."""
-        self._plan = None
-        return weights_pb2.AbortSourceResponse()
-
-
-def make_shard() -> SourceShard:
-    """The one tensor of the fake model."""
-    return SourceShard(name="w", shape=SHAPE, dtype="float32", rank=0, box=WHOLE)
-
-
-def make_layout(server_id: str) -> SinkLayout:
-    """One worker that needs the whole tensor."""
-    parameter = SinkParameter(name="w", shape=SHAPE, dtype="float32", staging_offset_bytes=0)
-    region = SinkRegion(parameter="w", source_name="w", source_box=WHOLE, parameter_box=WHOLE)
-    worker = SinkWorkerLayout(worker_rank=0, parameters=(parameter,), regions=(region,), staging_path="/nowhere", staging_bytes=16)
-    return SinkLayout(server_id=server_id, workers=(worker,))
+        source = SourceServicer(self.source, self.pushes.append)
+        server.add(lambda s: weights_pb2_grpc.add_WeightSourceServiceServicer_to_server(source, s), "shoal.rpc.v1.WeightSourceService")
 
 
 class FakeCluster:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from shoal_coordinator.app import Coordinator
 from shoal_coordinator.evaluation import Evaluation
 from shoal_coordinator.experience import CollectedExperience
@@ -28,6 +29,7 @@ from shoal.types import (
     Batch,
     Completion,
     ExportResult,
+    Int32Array,
     RecordRef,
     RolloutDescription,
     SamplingParams,
@@ -36,13 +38,17 @@ from shoal.types import (
     ScoreSample,
     ServiceInfo,
     ServiceKind,
+    TokenScores,
+    TokenSequence,
     TrainerDescription,
     TrainerRole,
     UpdateResult,
 )
-from tests.helpers.fake_services import make_layout, make_shard
+from tests.helpers.coordinator_fakes import make_completion
+from tests.helpers.fake_push_ends import make_layout, make_source_layout
 from tests.helpers.push_fakes import ScriptedSink, ScriptedSource
 
+GREEDY_ID = 7
 KINDS = {"rollout-0": ServiceKind.ROLLOUT, "reward-0": ServiceKind.REWARD, "actor": ServiceKind.ACTOR, "critic": ServiceKind.CRITIC}
 
 
@@ -92,6 +98,14 @@ class ScriptedTrainer:
             self._source.policy_version = self.step
         return UpdateResult(policy_version=self.step, applied=self.applies, metrics={"loss": 0.5, "grad_norm": 1.0})
 
+    async def score_tokens(self, sequences: Sequence[TokenSequence], *, timeout_s: float) -> tuple[list[TokenScores], int]:
+        await self._command("score")
+        scores = [
+            TokenScores(logprobs=(-1.5,) * len(sequence.response_ids), greedy_ids=(GREEDY_ID,) * len(sequence.response_ids))
+            for sequence in sequences
+        ]
+        return scores, self.step
+
     async def export_model(self, folder: str, *, timeout_s: float) -> ExportResult:
         await self._command("export")
         return ExportResult(folder=folder, policy_version=self.step, num_bytes=16)
@@ -108,12 +122,17 @@ class ScriptedTrainer:
 
 
 class SilentRollout:
-    """Never asked to generate: the fake workload does not. Answers probes with `answers`."""
+    """Serves what its sink serves. The fake workload does not ask it to generate; audits do: GREEDY_ID, then something else."""
 
-    def __init__(self) -> None:
-        self.policy_version = 0
+    def __init__(self, sink: ScriptedSink | None = None) -> None:
+        self.sink = ScriptedSink(make_layout("rollout-0")) if sink is None else sink
+        self.claimed_version: int | None = None
+        self.num_described = 0
+        self.described = asyncio.Event()
 
     async def describe(self, *, timeout_s: float) -> RolloutDescription:
+        self.num_described += 1
+        self.described.set()
         return RolloutDescription(
             service_id="rollout-0",
             model="fake",
@@ -121,7 +140,7 @@ class SilentRollout:
             max_model_len=8,
             tensor_parallel_size=1,
             weight_dtype="float32",
-            policy_version=self.policy_version,
+            policy_version=self.sink.served_version if self.claimed_version is None else self.claimed_version,
             num_running=0,
             draining=False,
         )
@@ -137,8 +156,9 @@ class SilentRollout:
         *,
         timeout_s: float,
     ) -> AsyncGenerator[Completion, None]:
-        raise NotImplementedError
-        yield
+        assert min_policy_version == self.sink.served_version
+        assert (sampling.temperature, num_samples, list(seeds)) == (0.0, 1, [])
+        yield make_completion(0, [GREEDY_ID, 1], policy_version=self.sink.served_version)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -162,13 +182,14 @@ class ScriptedConnector:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.source_end = ClosableSource([make_shard()], 0)
+        self.source_end = ClosableSource(make_source_layout(), 0)
         self.actor = ScriptedTrainer(TrainerRole.ACTOR, self.log, self.source_end)
         self.critic = ScriptedTrainer(TrainerRole.CRITIC, self.log)
         self.sinks: dict[str, ClosableSink] = {}
+        self.rollouts: dict[str, SilentRollout] = {}
 
     def rollout(self, address: str) -> SilentRollout:
-        return SilentRollout()
+        return self.rollouts.setdefault(address, SilentRollout(self.sink(address)))
 
     def sink(self, address: str) -> ClosableSink:
         return self.sinks.setdefault(address, ClosableSink(make_layout(address.removesuffix(":1"))))
@@ -216,6 +237,9 @@ class FakeWorkload:
 
     def seek(self, step: int) -> None:
         self.position = step
+
+    def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
+        return [np.array([1, 2, 3], np.int32)] * num_prompts
 
     async def collect(self, policy_version: int) -> CollectedExperience:
         self.position += 1

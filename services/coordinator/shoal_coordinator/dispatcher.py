@@ -6,8 +6,8 @@ Rules:
   is generated again elsewhere, at most rollout.retries times. Seeds come from (run seed, uid, sample, attempt), so a run
   without failures is reproducible whichever server does the work.
 - A token of an older policy version than was asked for is refused, whatever the server said when it took the request.
-- A group in which a server ended a sample early (finish reason abort, as a weight push may) is generated again, anywhere: a part
-  is never trained as if it were whole. That is no failure of the server; it happens at most MAX_ABORTS times.
+- A group in which a server ended a sample early (finish reason abort, as a weight push may) is generated again, elsewhere if
+  possible: a part is never trained as if it were whole. That is no failure of the server; it happens at most MAX_ABORTS times.
 - After the last attempt timed out, the samples that did finish are used; without any, the group is dropped and counted.
 - Completions without tokens are excluded and counted: there is nothing to train on.
 
@@ -34,6 +34,8 @@ from shoal_coordinator.stage_clock import Stage, StageClock
 
 MAX_CONCURRENT_GROUPS = 1024
 MAX_ABORTS = 16
+RETRY_PATIENCE_S = 1.0
+"""How long a server that has just failed is avoided when there is no other; one that ended a sample early is not waited for."""
 # StateError: the server's policy is older than asked for.
 _RETRIED = (UnavailableError, DeadlineError, StateError, InternalError, CodecError)
 
@@ -133,28 +135,32 @@ class Dispatcher:
 
     async def _generate_group(self, task: PromptTask, request: GenerationRequest) -> GeneratedGroup:
         failed_on: list[str] = []
-        aborted: list[int] = []
+        aborted_on: list[str] = []
+        num_aborted = 0
+        patience_s = RETRY_PATIENCE_S
         async with self._slots:
             while True:
-                server = await self._pool.pick(self._wait_for_server_s, failed_on)
+                server = await self._pool.pick(self._wait_for_server_s, {*failed_on, *aborted_on}, patience_s)
                 finished: list[Completion] = []
-                attempt = len(failed_on) + len(aborted)
+                attempt = len(failed_on) + len(aborted_on)
                 try:
                     await self._attempt(server, task, request, attempt, finished)
-                    if num_aborted := sum(map(_is_aborted, finished)):
-                        aborted.append(num_aborted)
-                        if len(aborted) <= MAX_ABORTS:
-                            continue
-                        raise UnavailableError(f"servers aborted its samples {len(aborted)} times; are weights pushed all the time?")
+                    aborted = sum(map(_is_aborted, finished))
+                    if not aborted:
+                        return _as_group(task, request, attempt, server.server_id, finished, num_aborted=num_aborted)
+                    aborted_on.append(server.server_id)
+                    num_aborted, patience_s = num_aborted + aborted, 0.0
+                    if len(aborted_on) > MAX_ABORTS:
+                        raise UnavailableError(f"group {task.uid!r} was aborted {len(aborted_on)} times, last on {server.server_id!r}")
                 except _RETRIED as error:
                     failed_on.append(server.server_id)
-                    if len(failed_on) <= self._config.retries and len(aborted) <= MAX_ABORTS:
-                        continue
-                    if not isinstance(error, DeadlineError):
-                        raise type(error)(f"group {task.uid!r} failed on {', '.join(failed_on)}; last: {error}") from error
-                    finished = [completion for completion in finished if not _is_aborted(completion)]
-                    check_completions(finished, server.server_id, self._vocab_size)
-                return _as_group(task, request, attempt, server.server_id, finished, num_aborted=sum(aborted))
+                    patience_s = RETRY_PATIENCE_S
+                    if len(failed_on) > self._config.retries or len(aborted_on) > MAX_ABORTS:
+                        if not isinstance(error, DeadlineError):
+                            raise type(error)(f"group {task.uid!r} failed on {', '.join(failed_on)}; last: {error}") from error
+                        whole = [completion for completion in finished if not _is_aborted(completion)]
+                        check_completions(whole, server.server_id, self._vocab_size)
+                        return _as_group(task, request, attempt, server.server_id, whole, num_aborted=num_aborted)
 
     async def _attempt(
         self, server: ServerLease[RolloutEndpoint], task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
@@ -231,7 +237,8 @@ def require_fresh(completion: Completion, min_policy_version: int) -> None:
 
     Raises: StalePolicyError: names both versions.
     """
-    oldest = min((span.policy_version for span in completion.policy_version_spans), default=min_policy_version)
+    versions = [span.policy_version for span in completion.policy_version_spans if span.end > span.start]
+    oldest = min(versions, default=min_policy_version)
     if oldest < min_policy_version:
         raise StalePolicyError(f"a sample has tokens of policy version {oldest}, but at least version {min_policy_version} was asked for")
 

@@ -15,8 +15,8 @@ from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RolloutSection
-from shoal.errors import DeadlineError, InternalError, InvalidRequestError, ShoalError, StateError, UnavailableError
-from shoal.types import Completion, FinishReason
+from shoal.errors import DeadlineError, InternalError, InvalidRequestError, ShoalError, StalePolicyError, StateError, UnavailableError
+from shoal.types import Completion, FinishReason, PolicyVersionSpan
 from tests.helpers.coordinator_fakes import VOCAB_SIZE, FakeRollout, make_completion, make_request, make_task, rollout_pool, sampled_ids
 
 
@@ -193,7 +193,7 @@ def _with(index: int, replacement: Completion | None) -> FakeRollout:
         (replace(make_completion(1, [1, 2]), rollout_logprobs=np.zeros(1, np.float32)), "log-probabilities than of tokens"),
         (replace(make_completion(1, [1]), rollout_logprobs=np.array([np.nan], np.float32)), "not finite"),
         (replace(make_completion(1, [1]), rollout_logprobs=np.array([-np.inf], np.float32)), "not finite"),
-        (make_completion(1, [1], finish_reason=FinishReason.ABORT), "aborted"),
+        (make_completion(1, [1], finish_reason=FinishReason.ABORT), "was aborted 17 times"),
     ],
 )
 async def test_answer_that_no_engine_samples_is_refused_and_retried_elsewhere(answer: Completion | None, match: str) -> None:
@@ -201,6 +201,54 @@ async def test_answer_that_no_engine_samples_is_refused_and_retried_elsewhere(an
         await generate_one(make_dispatcher(rollout_pool(a=_with(1, answer)), retries=0))
     group = await generate_one(make_dispatcher(rollout_pool(a=_with(1, answer), b=FakeRollout())))
     assert (group.server_id, len(group.completions)) == ("b", 2)
+
+
+def aborting(num_times: int) -> FakeRollout:
+    """Ends the second sample early in its first attempts, as a weight push may."""
+
+    def script(request_id: str, completions: list[Completion]) -> list[Completion]:
+        if int(request_id.rpartition("/")[2]) >= num_times:
+            return completions
+        return [completions[0], make_completion(1, [1, 2], finish_reason=FinishReason.ABORT)]
+
+    return FakeRollout(script=script)
+
+
+async def test_group_with_an_aborted_sample_is_generated_again_and_counted() -> None:
+    server = aborting(3)
+    group = await generate_one(make_dispatcher(rollout_pool(a=server), retries=0))
+    assert (group.attempt, group.num_aborted, group.num_missing) == (3, 3, 0)
+    assert [completion.finish_reason for completion in group.completions] == [FinishReason.STOP, FinishReason.STOP]
+    assert len({seeds for _, seeds in server.requests}) == 4, "every attempt has seeds of its own"
+
+
+async def test_aborted_sample_goes_to_another_server_at_once() -> None:
+    group = await generate_one(make_dispatcher(rollout_pool(a=aborting(99), b=FakeRollout()), retries=0))
+    assert (group.server_id, group.num_aborted) == ("b", 1)
+
+
+async def test_aborted_sample_does_not_count_as_finished_when_the_rest_timed_out() -> None:
+    aborted = make_completion(1, [1], finish_reason=FinishReason.ABORT)
+    server = FakeRollout(script=lambda _, completions: [completions[0], aborted, *completions[2:]], fail_after=(2, DeadlineError("stuck")))
+    group = await generate_one(make_dispatcher(rollout_pool(a=server), retries=0), make_request(3))
+    assert [completion.sample_index for completion in group.completions] == [0]
+    assert group.num_missing == 2
+
+
+async def test_tokens_of_an_older_policy_are_refused_and_generated_elsewhere() -> None:
+    request = make_request(min_policy_version=50)
+    with pytest.raises(StalePolicyError, match="tokens of policy version 0, but at least version 50"):
+        await generate_one(make_dispatcher(rollout_pool(a=FakeRollout(policy_version=0)), retries=0), request)
+    pool = rollout_pool(a=FakeRollout(policy_version=0), b=FakeRollout(policy_version=50))
+    assert (await generate_one(make_dispatcher(pool), request)).server_id == "b"
+
+
+async def test_tokens_partly_of_an_older_policy_are_refused() -> None:
+    spans = (PolicyVersionSpan(policy_version=49, start=0, end=1), PolicyVersionSpan(policy_version=50, start=1, end=2))
+    mixed = replace(make_completion(1, [1, 2]), policy_version_spans=spans)
+    server = FakeRollout(script=lambda _, completions: [completions[0], mixed], policy_version=50)
+    with pytest.raises(StalePolicyError, match="version 49"):
+        await generate_one(make_dispatcher(rollout_pool(a=server), retries=0), make_request(min_policy_version=50))
 
 
 async def test_greedy_request_sends_no_seeds() -> None:

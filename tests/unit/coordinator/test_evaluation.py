@@ -43,7 +43,7 @@ async def test_evaluation_counts_right_wrong_empty_and_unscored_answers() -> Non
 
 
 async def test_evaluation_asks_for_one_greedy_sample_without_seed() -> None:
-    rollout = FakeRollout()
+    rollout = FakeRollout(policy_version=3)
     await run(rollout, FakeReward())
     assert sorted(rollout.requests) == [(f"run/eval-v3-r{index}/0", ()) for index in range(4)]
     request = greedy_request(RolloutSection(max_new_tokens=4), (2,), 3)

@@ -33,6 +33,7 @@ def make_outcome(accuracies: list[float]) -> RunOutcome:
         recent_steps=[{"step": 1, "rollout_s": 1.0}, {"step": 2, "rollout_s": 5.0}, {"step": 3, "rollout_s": 2.0}],
         policy_version=3,
         export_folder="runs/run/export",
+        pushes={"num_pushes": 3, "delta_share": 0.5},
     )
 
 
@@ -40,6 +41,7 @@ def test_report_holds_accuracy_before_and_after_and_totals() -> None:
     report = build_report(make_config(), make_outcome([0.25, 0.5, 0.75]))
     assert (report["accuracy_before"], report["accuracy_after"]) == (0.25, 0.75)
     assert (report["wall_s"], report["steps"], report["tokens"], report["samples"]) == (60.5, 3, 120, 12)
+    assert report["pushes"] == {"num_pushes": 3, "delta_share": 0.5}
     assert report["stage_medians_s"] == {"rollout_s": 2.0}
     assert report["started"] == "1970-01-01T00:01:40.000+00:00"
 

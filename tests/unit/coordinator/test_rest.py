@@ -9,9 +9,18 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from shoal_coordinator.rest import RestServer, create_app
-from shoal_coordinator.rest_models import Command, PushModel, ServiceModel, StatusModel, WaitModel
+from shoal_coordinator.rest_models import (
+    AuditModel,
+    Command,
+    ProbeModel,
+    PushModel,
+    ServerAuditModel,
+    ServiceModel,
+    StatusModel,
+    WaitModel,
+)
 
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError
 
 
 class ScriptedBackend:
@@ -20,6 +29,8 @@ class ScriptedBackend:
     def __init__(self) -> None:
         self.commands: list[Command] = []
         self.refuse: str | None = None
+        self.verify_timeouts_s: list[float] = []
+        self.verify_error: ShoalError | None = None
 
     def status(self) -> StatusModel:
         wait = WaitModel(waiter="coordinator", waits_for=["critic"], what="update of step 4", since_unix_s=10.0, waited_s=2.0)
@@ -39,6 +50,7 @@ class ScriptedBackend:
             started_unix_s=1.0,
             wall_s=11.0,
             run_folder="runs/run",
+            pushes=None,
         )
 
     def services(self) -> list[ServiceModel]:
@@ -50,10 +62,36 @@ class ScriptedBackend:
     def pushes(self, limit: int) -> list[PushModel]:
         return []
 
+    def audits(self, limit: int) -> list[AuditModel]:
+        return [make_audit()][:limit]
+
+    async def verify_weights(self, timeout_s: float) -> AuditModel:
+        self.verify_timeouts_s.append(timeout_s)
+        if self.verify_error is not None:
+            raise self.verify_error
+        return make_audit()
+
     def command(self, command: Command) -> None:
         if self.refuse is not None:
             raise StateError(self.refuse)
         self.commands.append(command)
+
+
+def make_audit() -> AuditModel:
+    """Version 3, one server that is equal."""
+    probe = ProbeModel(num_tokens=8, max_logprob_difference=0.001, greedy_share=1.0)
+    server = ServerAuditModel(
+        server_id="rollout-0",
+        result="equal",
+        num_parameters=2,
+        num_pieces=3,
+        num_differing=0,
+        first_difference=None,
+        error=None,
+        probe=probe,
+        probe_error=None,
+    )
+    return AuditModel(policy_version=3, is_equal=True, servers=[server], started_unix_s=1.0, duration_s=0.5)
 
 
 @pytest.fixture
@@ -111,6 +149,37 @@ async def test_rest_names_the_offending_value(api: httpx.AsyncClient) -> None:
     assert error["value"] == "'0'"
 
 
+async def test_rest_verify_weights_answers_the_comparison(api: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    answer = await api.post("/v1/weights/verify?timeout_s=7")
+    assert answer.status_code == 200
+    assert answer.json() == make_audit().model_dump()
+    assert (await api.get("/v1/audits")).json() == {"audits": [make_audit().model_dump()]}
+    await api.post("/v1/weights/verify")
+    assert backend.verify_timeouts_s == [7.0, 300.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StateError("no weight push has been committed yet"), 409),
+        (NotFoundError("no actor gang is registered"), 409),
+        (DeadlineError("the audit did not end within 7 s"), 504),
+    ],
+)
+async def test_rest_verify_weights_says_why_it_cannot(
+    api: httpx.AsyncClient, backend: ScriptedBackend, error: ShoalError, status: int
+) -> None:
+    backend.verify_error = error
+    answer = await api.post("/v1/weights/verify")
+    assert answer.status_code == status
+    assert answer.json()["error"]["what"] == str(error)
+
+
+@pytest.mark.parametrize("timeout_s", ["0", "-1", "4000", "x"])
+async def test_rest_verify_weights_refuses_an_unbounded_wait(api: httpx.AsyncClient, timeout_s: str) -> None:
+    assert (await api.post(f"/v1/weights/verify?timeout_s={timeout_s}")).status_code == 422
+
+
 async def test_rest_health_and_metrics(api: httpx.AsyncClient) -> None:
     assert (await api.get("/healthz")).json() == {"status": "ok"}
     assert "python_info" in (await api.get("/metrics")).text
@@ -118,9 +187,10 @@ async def test_rest_health_and_metrics(api: httpx.AsyncClient) -> None:
 
 async def test_rest_openapi_documents_every_answer(api: httpx.AsyncClient) -> None:
     paths = (await api.get("/openapi.json")).json()["paths"]
-    for path in ("/v1/status", "/v1/services", "/v1/steps", "/v1/pushes"):
+    for path in ("/v1/status", "/v1/services", "/v1/steps", "/v1/pushes", "/v1/audits"):
         assert paths[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
     assert "409" in paths["/v1/pause"]["post"]["responses"]
+    assert {"200", "409", "504"} <= set(paths["/v1/weights/verify"]["post"]["responses"])
 
 
 def test_rest_server_refuses_a_port_in_use(backend: ScriptedBackend) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from shoal_coordinator import push as push_module
-from shoal_coordinator.push import PushReport, WeightPush, push
+from shoal_coordinator.push import WeightPush, push
+from shoal_coordinator.push_report import PushReport
 
 from shoal.config.models import PushSection
 from shoal.errors import DeadlineError, InternalError, InvalidRequestError, StateError, TransportError, UnavailableError
