@@ -1,169 +1,266 @@
-"""One rank's source: shards from DTensor placements (each rank in turn under a fake process group) and the copying."""
+"""One rank's source against several servers: what each gets, and what a bad one costs the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from shoal_trainer.weight_source import WeightSource, local_box
+from shoal_trainer import transfer as transfer_module
+from shoal_trainer import weight_source as weight_source_module
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.errors import StateError, TransportError
-from shoal.types.weights import Box, SinkLayout, SourceShard
-from shoal.weights import boxes
-from shoal.weights.transports.shm import ShmSourceTransport
-from shoal.weights.verification import verify_staging
-from tests.helpers.layouts import box
-from tests.helpers.shm_sink import ShmSink, expected_parameters
+from shoal.config.models import PushSection, SecuritySection
+from shoal.errors import CapacityError, StateError, TransportError
+from shoal.types.weights import SinkLayout, SourceLayout
+from shoal.weights.plan import PushPlan
+from shoal.weights.planner import plan_push
+from shoal.weights.transports.factory import open_source_transport
+from shoal.weights.transports.pieces import canonical_digest
+from tests.helpers.layouts import LAYER, decoder_shapes, decoder_sink, sink_worker, stack_rows, staged
+from tests.helpers.weight_source import PushRig, StagingServer, closing
 
-FULL = torch.arange(5 * 4 * 3, dtype=torch.float32).reshape(5, 4, 3)
-
-
-@contextmanager
-def as_rank(rank: int, mesh_shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    world_size = 1
-    for size in mesh_shape:
-        world_size *= size
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield init_device_mesh("cpu", mesh_shape)
-    finally:
-        dist.destroy_process_group()
+SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 4, 3), "v": (7,)}
+NUM_BYTES = (60 + 7) * 4
 
 
-def sharded(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Cut a tensor that every rank has; src_data_rank=None sends nothing."""
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+def parameters(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "placements"),
-    [
-        ((1,), [Shard(0)]),
-        ((2,), [Shard(0)]),
-        ((3,), [Shard(0)]),
-        ((4,), [Shard(0)]),
-        ((3,), [Shard(1)]),
-        ((2,), [Shard(2)]),
-        ((2,), [Replicate()]),
-        ((2, 2), [Replicate(), Shard(0)]),
-        ((2, 2), [Shard(0), Shard(1)]),
-    ],
-)
-def test_local_boxes_hold_what_they_say_and_cover_the_tensor(mesh_shape: tuple[int, ...], placements: Sequence[Placement]) -> None:
-    seen: set[Box] = set()
-    for rank in range(torch.Size(mesh_shape).numel()):
-        with as_rank(rank, mesh_shape) as mesh:
-            parameter = sharded(FULL, mesh, placements)
-            where = local_box("w", parameter)
-            index = tuple(slice(offset, offset + size) for offset, size in zip(where.offsets, where.sizes, strict=True))
-            assert torch.equal(parameter.to_local(), FULL[index])
-            seen.add(where)
-    assert boxes.cover_fault(boxes.whole(FULL.shape), [where for where in seen if where.num_elements]) is None
+def in_memory(*server_ids: str) -> list[StagingServer]:
+    return [StagingServer.copying(server_id, SHAPES) for server_id in server_ids]
 
 
-def test_describe_leaves_empty_shards_out() -> None:
-    with as_rank(3, (4,)) as mesh:
-        source = WeightSource({"w": sharded(FULL, mesh, [Shard(0)])}, 3, 4, ShmSourceTransport())
-        assert source.describe() == []
-    with as_rank(2, (4,)) as mesh:
-        source = WeightSource({"w": sharded(FULL, mesh, [Shard(0)])}, 2, 4, ShmSourceTransport())
-        assert source.describe() == [SourceShard(name="w", shape=(5, 4, 3), dtype="float32", rank=2, box=box((4, 5), (0, 4), (0, 3)))]
+def assert_holds(server: StagingServer, tensors: dict[str, Tensor]) -> None:
+    for name, found in server.parameters().items():
+        assert torch.equal(found, tensors[name].to(found.dtype)), name
 
 
-@pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])
-def test_other_placements_are_refused(placement: Placement) -> None:
-    with as_rank(0, (2,)) as mesh:
-        parameter = DTensor.from_local(FULL, mesh, [placement], run_check=False, shape=FULL.shape, stride=FULL.stride())
-        with pytest.raises(TransportError, match="w has placements"):
-            local_box("w", parameter)
+def test_push_brings_every_server_everything_over_mapped_files(tmp_path: Path) -> None:
+    tensors = parameters()
+    servers = [StagingServer.copying(server_id, SHAPES, str(tmp_path)) for server_id in ("a", "b")]
+    with closing(*servers):
+        rig = PushRig(tensors, *servers, transport=open_source_transport(PushSection(), SecuritySection()))
+        for _ in range(2):
+            outcomes = rig.push()
+            told = [(outcome.error, outcome.sent_bytes, outcome.dense_bytes) for outcome in outcomes.values()]
+            assert told == [("", NUM_BYTES, NUM_BYTES)] * 2
+        for server in servers:
+            assert_holds(server, tensors)
+        rig.source.close()
 
 
-def small_source(version: list[int] | None = None) -> WeightSource:
-    held = None if version is None else lambda: version[0]
-    return WeightSource({"w": FULL.clone(), "s": torch.tensor(7.0)}, 0, 1, ShmSourceTransport(), held)
+def test_a_server_whose_staging_is_gone_costs_the_others_nothing(tmp_path: Path) -> None:
+    servers = [StagingServer.copying(server_id, SHAPES, str(tmp_path)) for server_id in ("a", "b", "c")]
+    with closing(*servers):
+        rig = PushRig(parameters(), *servers, transport=open_source_transport(PushSection(), SecuritySection()))
+        servers[1].close()
+        outcomes = rig.push()
+        assert [bool(outcomes[server_id].error) for server_id in "abc"] == [False, True, False]
+        assert outcomes["b"].error.startswith("rank 0: ")
+        assert outcomes["b"].pairs == ()
+        assert servers[0].staged == servers[2].staged is not None
 
 
-@pytest.fixture
-def sink(tmp_path: Path) -> Iterator[ShmSink]:
-    made = ShmSink.copying("rollout-0", {"w": (5, 4, 3), "s": ()}, str(tmp_path))
-    yield made
-    made.close()
+@pytest.mark.parametrize("error", [TransportError("torn"), CapacityError("no memory"), RuntimeError("gloo said no")])
+def test_whatever_is_wrong_with_one_server_is_reported_for_it_alone(error: Exception) -> None:
+    rig = PushRig(parameters(), *in_memory("a", "b"))
+
+    def fail() -> None:
+        raise error
+
+    rig.memory.faults["a"] = fail
+    outcomes = rig.push()
+    assert str(error) in outcomes["a"].error
+    assert outcomes["b"].error == ""
+    assert rig.memory.num_open == 0
 
 
-def check_staged(sink: ShmSink, layout: SinkLayout, source: WeightSource, push_id: str) -> None:
-    digests = source.transfer(push_id)["rollout-0"]
-    assert sum(verify_staging(layout.workers[0], digests, sink.digest_of(0))) == source.transferred_bytes == (60 + 1) * 4
-    expected = expected_parameters(layout.workers[0], {"w": FULL, "s": torch.tensor(7.0)})
-    assert all(torch.equal(sink.staged(0)[name], expected[name]) for name in expected)
+def test_a_stuck_server_is_given_up_at_the_deadline_and_refused_until_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_module, "STUCK_GRACE_S", 0.1)
+    servers = in_memory("a", "b")
+    rig = PushRig(parameters(), *servers, transfer_timeout_s=0.3)
+    release, done = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+        done.set()
+
+    rig.memory.faults["a"] = hang
+    outcomes = rig.push()
+    assert (outcomes["a"].error, outcomes["b"].error) == ("rank 0 is stuck", "")
+    assert_holds(servers[1], parameters())
+    assert "still stuck in an earlier push" in rig.push()["a"].error
+    release.set()
+    assert done.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "push to a":
+            thread.join(10)
+    del rig.memory.faults["a"]
+    assert rig.push()["a"].error == ""
+    assert_holds(servers[0], parameters())
 
 
-def test_transfer_writes_and_may_be_repeated(sink: ShmSink) -> None:
-    source = small_source()
-    layout = sink.stage()
-    plan_hash, num_copies, num_bytes = source.prepare("p", 1, source.describe(), [layout])
-    assert (len(plan_hash), num_copies, num_bytes) == (64, 2, 61 * 4)
-    check_staged(sink, layout, source, "p")
-    check_staged(sink, layout, source, "p")
-    source.close()
+def test_a_server_that_takes_longer_than_the_deadline_is_told_so() -> None:
+    shapes = {"w": (4096,)}
+    rig = PushRig(parameters(shapes), StagingServer.copying("a", shapes), transfer_timeout_s=0.05, bucket_bytes=4096)
+    pause = threading.Event()
+
+    def wait_beyond_the_deadline() -> None:
+        pause.wait(0.1)
+
+    rig.memory.faults["a"] = wait_beyond_the_deadline
+    assert "deadline of TRANSFER is over" in rig.push()["a"].error
+    assert len(rig.memory.written) == 1
 
 
-def test_transfer_leaves_out_a_server_that_cannot_be_written(sink: ShmSink, tmp_path: Path) -> None:
-    dead = ShmSink.copying("rollout-1", {"w": (5, 4, 3), "s": ()}, str(tmp_path))
-    source = small_source()
-    layouts = [sink.stage(), dead.stage()]
-    source.prepare("p", 1, source.describe(), layouts)
-    dead.close()
-    assert list(source.transfer("p")) == ["rollout-0"]
-    assert source.transferred_bytes == 61 * 4
+def halves(server_id: str, num_rows: int) -> StagingServer:
+    """Two workers, each with one half of the rows of `w`."""
+    half = num_rows // 2
+    staged_parameters, staging_bytes = staged({"w": (half,)})
+    workers = (
+        sink_worker(rank, staged_parameters, stack_rows("w", [("w", (num_rows,), rank * half, (rank + 1) * half)]), staging_bytes, {})
+        for rank in range(2)
+    )
+    return StagingServer(SinkLayout(server_id=server_id, workers=tuple(workers)))
 
 
-def test_transfer_wants_the_prepared_push(sink: ShmSink) -> None:
-    source = small_source()
-    with pytest.raises(StateError, match="push p is not prepared on rank 0"):
-        source.transfer("p")
-    source.prepare("p", 1, source.describe(), [sink.stage()])
-    source.abort("other")
-    assert "rollout-0" in source.transfer("p")
-    source.abort("p")
-    source.abort("p")
+def test_buckets_go_out_in_order_of_index_then_worker() -> None:
+    server = halves("s", 8192)
+    tensors = parameters({"w": (8192,)})
+    rig = PushRig(tensors, server, bucket_bytes=4096)
+    assert rig.push()["s"].error == ""
+    assert [(index, worker) for _, worker, index, _ in rig.memory.written] == [(index, worker) for index in range(4) for worker in (0, 1)]
+    assert torch.equal(torch.cat([server.parameters(worker)["w"] for worker in (0, 1)]), tensors["w"])
+    assert [request.worker.worker_rank for request in rig.memory.requests] == [0, 1]
+    assert {(request.world_size, request.num_workers, request.server_id) for request in rig.memory.requests} == {(1, 2, "s")}
+    assert all(0 < request.timeout_s <= rig.settings.transfer_timeout_s for request in rig.memory.requests)
+
+
+def test_transfer_hands_the_collective_group_of_each_server_on() -> None:
+    servers = in_memory("a", "b")
+    rig = PushRig(parameters(), *servers)
+    rig.source.prepare("p", 1, rig.source.describe(), [server.target() for server in servers])
+    rig.source.transfer("p", {"b": "group-7"})
+    assert {request.server_id: request.collective_group for request in rig.memory.requests} == {"a": "", "b": "group-7"}
+
+
+def test_transfer_may_be_repeated_and_wants_the_prepared_push() -> None:
+    (server,) = in_memory("a")
+    rig = PushRig(parameters(), server)
+    with pytest.raises(StateError, match=r"push p is not prepared on rank 0 \(prepared: none\)"):
+        rig.source.transfer("p", {})
+    rig.source.prepare("p", 1, rig.source.describe(), [server.target()])
+    rig.source.abort("other")
+    first = rig.source.transfer("p", {}).servers["a"]
+    again = rig.source.transfer("p", {}).servers["a"]
+    assert [pair.xxh3 for pair in first.pairs] == [pair.xxh3 for pair in again.pairs]
+    rig.source.abort("p")
+    rig.source.abort("p")
     with pytest.raises(StateError, match="push p is not prepared"):
-        source.transfer("p")
+        rig.source.transfer("p", {})
 
 
-def test_a_failed_prepare_forgets_the_push_before(sink: ShmSink) -> None:
-    source = small_source()
-    layout = sink.stage()
-    source.prepare("p", 1, source.describe(), [layout])
-    with pytest.raises(TransportError):
-        source.prepare("q", 1, [], [layout])
+def test_a_failed_prepare_forgets_the_push_before() -> None:
+    (server,) = in_memory("a")
+    rig = PushRig(parameters(), server)
+    rig.source.prepare("p", 1, rig.source.describe(), [server.target()])
+    with pytest.raises(StateError):
+        rig.source.prepare("q", 2, rig.source.describe(), [server.target()])
     with pytest.raises(StateError, match="push p is not prepared"):
-        source.transfer("p")
+        rig.source.transfer("p", {})
 
 
-def test_only_the_held_version_is_pushed(sink: ShmSink) -> None:
-    version = [1]
-    source = small_source(version)
-    layout = sink.stage()
-    with pytest.raises(StateError, match="holds policy version 1, the push is for 2"):
-        source.prepare("p", 2, source.describe(), [layout])
-    source.prepare("p", 1, source.describe(), [layout])
-    version[0] = 2
-    with pytest.raises(StateError, match="holds policy version 2, the push is for 1"):
-        source.transfer("p")
-    assert not sink.staged(0)["w"].any()
+def test_only_the_held_version_is_pushed() -> None:
+    (server,) = in_memory("a")
+    rig = PushRig(parameters(), server)
+    with pytest.raises(StateError, match="holds policy version 1, not 2"):
+        rig.source.prepare("p", 2, rig.source.describe(), [server.target()])
+    rig.source.prepare("p", 1, rig.source.describe(), [server.target()])
+    rig.version = 2
+    with pytest.raises(StateError, match="holds policy version 2, not 1"):
+        rig.source.transfer("p", {})
+    assert not server.parameters()["w"].any()
 
 
-def test_prepare_refuses_shards_of_strange_ranks(sink: ShmSink) -> None:
-    source = small_source()
-    shard = SourceShard(name="w", shape=(5, 4, 3), dtype="float32", rank=1, box=boxes.whole((5, 4, 3)))
-    with pytest.raises(TransportError, match=r"ranks \[1\] do not belong to a gang of 1"):
-        source.prepare("p", 1, [shard], [sink.stage()])
+def test_prepare_refuses_the_layout_of_another_gang() -> None:
+    rig, other = PushRig(parameters()), PushRig(parameters(), source_id="other")
+    with pytest.raises(TransportError, match="gang other with 1 ranks, this is gang gang with 1"):
+        rig.source.prepare("p", 1, other.source.describe(), [])
+
+
+def test_a_server_that_cannot_be_planned_is_left_out() -> None:
+    bad = StagingServer.copying("bad", {"w": (5, 4, 3), "unknown": (2,)})
+    good = StagingServer.copying("good", SHAPES)
+    rig = PushRig(parameters(), bad, good)
+    planned = rig.source.prepare("p", 1, rig.source.describe(), [bad.target(), good.target()])
+    assert list(planned) == ["good"]
+    assert planned["good"].num_bytes == NUM_BYTES
+    assert list(rig.source.transfer("p", {}).servers) == ["good"]
+
+
+def test_plans_are_kept_while_a_servers_layout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def counting(source: SourceLayout, sinks: Sequence[SinkLayout], *, bucket_bytes: int, transport: str) -> PushPlan:
+        planned.extend(sink.server_id for sink in sinks)
+        return plan_push(source, sinks, bucket_bytes=bucket_bytes, transport=transport)
+
+    monkeypatch.setattr(weight_source_module, "plan_push", counting)
+    monkeypatch.setattr(weight_source_module, "MAX_PLANS", 1)
+    servers = in_memory("a", "b", "c")
+    rig = PushRig(parameters(), *servers)
+    rig.push("a", "b")
+    rig.push("b", "a")
+    assert planned == ["a", "b"]
+    # A restarted server has another layout; of servers outside of a push, only the newest plans are kept.
+    rig.servers["a"] = StagingServer.copying("a", SHAPES)
+    rig.memory._staging |= {one.endpoint[1]: one for one in rig.servers["a"].staging}
+    rig.push("a")
+    rig.push("c")
+    assert planned == ["a", "b", "a", "c"]
+    rig.push("b", "a")
+    assert planned == ["a", "b", "a", "c", "b"]
+
+
+def test_digests_are_those_of_the_canonical_pieces_of_the_last_plan() -> None:
+    shapes = decoder_shapes(tied=False)
+    tensors = parameters(shapes)
+    tensors["model.norm.weight"].zero_().neg_()
+    server = StagingServer(decoder_sink("s", 2, dtype="bfloat16"))
+    rig = PushRig(tensors, server)
+    (planned,) = rig.source.prepare("p", 1, rig.source.describe(), [server.target()]).values()
+    pairs = rig.source.digest(1, {"s": planned.plan_hash})["s"]
+    plan = plan_push(rig.source.describe(), [server.layout], bucket_bytes=rig.settings.bucket_bytes, transport="auto").servers["s"]
+    assert [(pair.rank, pair.worker_rank) for pair in pairs] == list(plan.pairs())
+    zeros = set()
+    for pair in pairs:
+        pieces = [piece for bucket in plan.buckets(pair.rank, pair.worker_rank) for piece in bucket.pieces]
+        for piece, digest in zip(pieces, pair.xxh3, strict=True):
+            where = zip(piece.source_box.offsets, piece.source_box.sizes, strict=True)
+            source = tensors[piece.source_name][tuple(slice(offset, offset + size) for offset, size in where)]
+            assert digest == canonical_digest(source, "bfloat16"), piece
+            if piece.source_name == "model.norm.weight":
+                zeros.add(digest)
+    assert zeros == {canonical_digest(torch.zeros(shapes["model.norm.weight"]), "bfloat16")}
+    with torch.no_grad():
+        tensors[f"{LAYER}.mlp.up_proj.weight"][0, 0] += 1
+    changed = rig.source.digest(1, {"s": planned.plan_hash})["s"]
+    differing = [(a, b) for one, two in zip(pairs, changed, strict=True) for a, b in zip(one.xxh3, two.xxh3, strict=True) if a != b]
+    assert len(differing) == 1
+
+
+def test_digests_of_another_version_or_plan_are_refused() -> None:
+    (server,) = in_memory("a")
+    rig = PushRig(parameters(), server)
+    with pytest.raises(StateError, match="holds no plan ffffffffffff of server a"):
+        rig.source.digest(1, {"a": "f" * 64})
+    rig.push()
+    with pytest.raises(StateError, match="holds no plan ffffffffffff of server a"):
+        rig.source.digest(1, {"a": "f" * 64})
+    with pytest.raises(StateError, match="holds policy version 1, not 2"):
+        rig.source.digest(2, {})
