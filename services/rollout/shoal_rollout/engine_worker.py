@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.models import PushSection
 from shoal.errors import ShoalError, StateError
 from shoal_rollout.worker_layout import Plain, buckets_from_plain, layout_to_plain, pairs_from_plain, pieces_to_plain
+from shoal_rollout.worker_receiver import Reception
 from shoal_rollout.worker_sink import WorkerSink
 
 if TYPE_CHECKING:
@@ -46,18 +47,24 @@ class EngineWorker:
 
         return _answer(run)
 
-    def shoal_prepare(self, push: Plain, name: str) -> Plain:
+    def shoal_prepare(self, push: Plain, name: str, host: str) -> Plain:
         """Allocate or reuse staging."""
 
         def run() -> Plain:
-            layout, is_complete = _require(self).prepare(PushSection.model_validate(push), name)
+            layout, is_complete = _require(self).prepare(PushSection.model_validate(push), name, host)
             return [layout_to_plain(layout), is_complete]
 
         return _answer(run)
 
-    def shoal_plan(self, push_id: str, plan_hash: str, buckets: Plain) -> Plain:
-        """Learn what will be written; buckets by worker rank."""
-        return _answer(lambda: _require(self).plan(push_id, plan_hash, buckets_from_plain(buckets[self.rank])))
+    def shoal_plan(self, push_id: str, policy_version: int, plan_hash: str, buckets: Plain, reception: Plain) -> Plain:
+        """Learn what will be written; buckets and ranks by worker rank."""
+
+        def run() -> Plain:
+            group, address, timeout_s, ranks = reception
+            meeting = Reception(group=group, address=address, timeout_s=timeout_s, ranks=ranks[self.rank])
+            _require(self).plan(push_id, policy_version, plan_hash, buckets_from_plain(buckets[self.rank]), meeting)
+
+        return _answer(run)
 
     def shoal_start_verify(self, pairs: Plain) -> Plain:
         """Match digests and buckets."""

@@ -1,7 +1,8 @@
-"""What the server process itself receives of a push: the streams of the grpc transport, written to the workers' staging files."""
+"""What a server listens to beside its workers: the streams of the grpc transport; and the names that the collective one meets under."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
@@ -11,6 +12,36 @@ from shoal.weights.plan import ServerPlan
 from shoal.weights.transports.grpc_sink import BulkReceiver
 from shoal.weights.transports.staging import ParameterPieces, parameter_view
 from shoal.weights.transports.staging_file import PeerFile
+
+
+class CollectiveGroups:
+    """Names of process groups of one server with the trainer's ranks.
+
+    Groups live from push to push under the same name, as long as the gang is the same and every push was received whole; else both sides
+    must form new ones.
+    """
+
+    def __init__(self, server_id: str) -> None:
+        # A restarted server must not meet ranks that still have its predecessor's groups.
+        self._prefix = f"{server_id}-{secrets.token_hex(4)}"
+        self._count = 0
+        self._source_id = ""
+        self._is_whole = False
+        self.current = ""
+
+    def begin(self, plan: ServerPlan, source_id: str) -> str:
+        """The name for a push; empty if its plan uses no groups."""
+        self.current = ""
+        if any(plan.transport_of(*pair) == "collective" for pair in plan.pairs()):
+            if not self._is_whole or source_id != self._source_id:
+                self._count += 1
+            self._source_id, self._is_whole = source_id, False
+            self.current = f"{self._prefix}-{self._count}"
+        return self.current
+
+    def end(self) -> None:
+        """The push was received whole."""
+        self._is_whole = bool(self.current)
 
 
 class SinkReceivers:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from shoal.config.models import PushSection
 from shoal.telemetry.logs import get_logger
-from shoal.types import SinkWorkerLayout
+from shoal.types import SinkLayout, SinkWorkerLayout
 from shoal.types.weights import PairDigests, PieceDigests
 from shoal.weights.plan import ServerPlan
 from shoal_rollout.engine import SwappableEngine
+from shoal_rollout.sink_push import Push
 from shoal_rollout.worker_layout import Plain, buckets_to_plain, layout_from_plain, pairs_to_plain, pieces_from_plain
 
 log = get_logger(__name__)
@@ -31,22 +33,33 @@ class SinkWorkers:
         for mode, reason in (await self._call("shoal_discover", folder))[:1]:
             log.info("layout_discovered", mode=mode, reason=reason)
 
-    async def prepare(self) -> tuple[tuple[SinkWorkerLayout, ...], bool]:
+    async def prepare(self, host: str) -> tuple[tuple[SinkWorkerLayout, ...], bool]:
         """Allocate or reuse staging.
 
+        Args:
+            host: Where others reach this machine; empty if it is not known yet.
         Returns: the layouts by rank, and whether every worker's staging holds a complete version.
         Raises: CapacityError: no space for staging.
         """
-        answers = await self._call("shoal_prepare", self._push, self._staging_name)
+        answers = await self._call("shoal_prepare", self._push, self._staging_name, host)
         layouts = tuple(layout_from_plain(layout) for layout, _ in answers)
         return layouts, all(is_complete for _, is_complete in answers)
 
-    async def plan(self, push_id: str, plan: ServerPlan, num_workers: int) -> None:
-        """Hand every worker its buckets."""
-        buckets: list[Plain] = [[] for _ in range(num_workers)]
+    async def plan(self, push: Push, plan: ServerPlan, layout: SinkLayout, group: str) -> None:
+        """Hand every worker its buckets, and let those that come over the collective transport be received.
+
+        Args:
+            group: Name that the workers and the ranks meet under; empty if the plan does not use that transport.
+        """
+        buckets: list[Plain] = [[] for _ in layout.workers]
+        ranks: list[list[int]] = [[] for _ in layout.workers]
         for rank, worker_rank in plan.pairs():
             buckets[worker_rank].extend(buckets_to_plain(plan.buckets(rank, worker_rank)))
-        await self._call("shoal_plan", push_id, plan.plan_hash, buckets)
+            if plan.transport_of(rank, worker_rank) == "collective":
+                ranks[worker_rank].append(rank)
+        address = layout.workers[0].endpoints.get("collective", "")
+        reception = [group, address, max(push.expires_at_s - time.monotonic(), 0.0), ranks]
+        await self._call("shoal_plan", push.push_id, push.policy_version, plan.plan_hash, buckets, reception)
 
     async def verify(self, pairs: Sequence[PairDigests], check_time: Callable[[], None]) -> int:
         """Check every bucket and ready the swap; generation goes on in between.

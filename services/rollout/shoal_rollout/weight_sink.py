@@ -33,7 +33,7 @@ from shoal.weights.plan import ServerPlan
 from shoal.weights.planner import plan_server
 from shoal_rollout.engine import StillRunningError, SwappableEngine
 from shoal_rollout.sink_push import ExpiryTimer, Push, PushEnd, count_end, named_push, new_push
-from shoal_rollout.sink_receivers import SinkReceivers
+from shoal_rollout.sink_receivers import CollectiveGroups, SinkReceivers
 from shoal_rollout.sink_states import DROPPABLE, SinkState, advance
 from shoal_rollout.sink_workers import SinkWorkers
 
@@ -71,11 +71,12 @@ class WeightSink:
         self._engine = engine
         self._workers = SinkWorkers(engine, push, staging_name)
         self._receivers = SinkReceivers()
+        self._groups = CollectiveGroups(server_id)
         self._server_id = server_id
         self._section = push
         self._on_committed = on_committed
         self._on_failed = on_failed
-        self._address = ""
+        self._address, self._host = "", ""
         self._lock = asyncio.Lock()
         self._expiry = ExpiryTimer(self._expire)
         self._state = SinkState.IDLE
@@ -106,8 +107,8 @@ class WeightSink:
         return self._staged
 
     def listen_at(self, address: str) -> None:
-        """Offer the grpc transport under the host:port that others dial."""
-        self._address = address
+        """Offer the transports that are dialled, under the host:port that others reach this server at."""
+        self._address, self._host = address, address.rpartition(":")[0].strip("[]")
 
     async def discover(self, folder: str) -> None:
         """Record what every engine worker needs of a checkpoint. Raises: ConfigError: the model's weights cannot be exchanged."""
@@ -118,7 +119,7 @@ class WeightSink:
 
         Raises: CapacityError: no space for staging; names the folder, what is needed and what is free.
         """
-        layouts, _ = await self._workers.prepare()
+        layouts, _ = await self._workers.prepare(self._host)
         self._layout = self._with_endpoints(layouts)
 
     async def prepare(self, push_id: str, policy_version: int, expires_s: float) -> SinkPrepared:
@@ -136,7 +137,7 @@ class WeightSink:
             if self._state in DROPPABLE:
                 # The workers forget it while they prepare.
                 self._end_push(PushEnd.REPLACED)
-            layouts, is_complete = await self._workers.prepare()
+            layouts, is_complete = await self._workers.prepare(self._host)
             self._layout = self._with_endpoints(layouts)
             self._staged = self._staged if is_complete else None
             self._state, self._push = advance(self._state, SinkState.PREPARED), push
@@ -158,11 +159,12 @@ class WeightSink:
                 )
                 _require_hash(push, plan.plan_hash, plan_hash)
                 self._staged = None
-                await self._workers.plan(push_id, plan, len(self._layout.workers))
+                group = self._groups.begin(plan, source.source_id)
+                await self._workers.plan(push, plan, self._layout, group)
                 self._receivers.arm(push_id, policy_version, plan, self._layout.workers)
                 self._plan, self._source_id, self._state = plan, source.source_id, following
             _require_hash(push, self._plan.plan_hash, plan_hash)
-            return SinkPlanned(num_buckets=self._plan.num_buckets)
+            return SinkPlanned(num_buckets=self._plan.num_buckets, collective_group=self._groups.current)
 
     async def write_buckets(self, messages: AsyncIterator[bytes]) -> tuple[int, int]:
         """Write a stream of the grpc transport to staging; see `BulkReceiver.write`."""
@@ -188,6 +190,7 @@ class WeightSink:
                 num_bytes = await self._workers.verify(pairs, push.check_time)
                 self._verified = SinkVerified(num_bytes=num_bytes, verify_ms=(time.perf_counter() - start_s) * 1e3)
                 self._state = following
+                self._groups.end()
                 self._staged = StagedVersion(source_id=self._source_id, policy_version=policy_version)
             return self._verified
 
@@ -331,10 +334,12 @@ class WeightSink:
     def _with_endpoints(self, workers: Sequence[SinkWorkerLayout]) -> SinkLayout:
         """Add what this process offers to what the workers do."""
         grpc = {"grpc": self._address} if self._address else {}
+        # Worker 0 hosts the store in which all of them meet the ranks.
+        store = {name: address for worker in workers[:1] for name, address in worker.endpoints.items() if name == "collective"}
         return SinkLayout(
             server_id=self._server_id,
             workers=tuple(
-                dataclasses.replace(worker, endpoints={**worker.endpoints, **grpc}) if "shm" in worker.endpoints else worker
+                dataclasses.replace(worker, endpoints={**worker.endpoints, **store, **(grpc if "shm" in worker.endpoints else {})})
                 for worker in workers
             ),
         )

@@ -33,6 +33,7 @@ from shoal.weights.verification import Expected, match_digests, verify_buckets
 from shoal_rollout.staged_content import StagedContent
 from shoal_rollout.worker_digest import DigestResult, digest_pieces
 from shoal_rollout.worker_layout import place_parameters
+from shoal_rollout.worker_receiver import Reception, WorkerReceiver
 
 Apply = Callable[[], object]
 _HOST_TRANSPORTS = frozenset({"shm", "grpc"})
@@ -74,6 +75,9 @@ class WorkerSink:
         self._parameters, self._staging_bytes = place_parameters(model.parameters)
         self._by_name = {parameter.name: parameter for parameter in self._parameters}
         self._content = StagedContent(self._by_name)
+        # Asks for the current buffer every time, since a push that breaks off is followed by a new one.
+        self._pieces = ParameterPieces(self._parameters, lambda parameter: self._require_staging().view(parameter), f"rank {worker_rank}")
+        self._receiver = WorkerReceiver(self._pieces, worker_rank)
         self._staging: StagingBuffer | None = None
         self._num_stagings = 0
         self._push_id = ""
@@ -86,9 +90,12 @@ class WorkerSink:
         self._num_bytes = 0
         self._is_ready = False
 
-    def prepare(self, push: PushSection, name: str) -> tuple[SinkWorkerLayout, bool]:
+    def prepare(self, push: PushSection, name: str, host: str) -> tuple[SinkWorkerLayout, bool]:
         """Allocate staging, or reuse it, and drop what an earlier push left ready.
 
+        Args:
+            name: Start of the buffer's name, unique on the host.
+            host: Where others reach this machine; empty if it is not known yet.
         Returns: the layout, and whether staging holds a complete version.
         Raises: CapacityError: there is too little space. TransportError: staging cannot be created.
         """
@@ -97,22 +104,32 @@ class WorkerSink:
             self._close_staging()
         if self._staging is None:
             self._open_staging(push, name)
-        return self._layout(push), self._content.is_complete
+        return self._layout(push, host), self._content.is_complete
 
-    def plan(self, push_id: str, plan_hash: str, buckets: tuple[Bucket, ...]) -> None:
-        """Learn what will be written; from now on staging holds no complete version. Repeating it does nothing."""
+    def plan(
+        self, push_id: str, policy_version: int, plan_hash: str, buckets: tuple[Bucket, ...], reception: Reception | None = None
+    ) -> None:
+        """Learn what will be written, and begin to receive; from now on staging holds no complete version. Repeating does no harm.
+
+        Args:
+            buckets: All buckets of this worker, of every rank.
+            reception: Where to meet the ranks that send over the collective transport.
+        """
         self._require_staging()
         self._content.begin(push_id)
         self._push_id, self._plan = push_id, _Plan(plan_hash, buckets)
+        if reception is not None and reception.ranks:
+            self._receiver.start(push_id, policy_version, buckets, reception, self._staging_device)
 
     def start_verify(self, pairs: Sequence[PairDigests]) -> None:
         """Match digests and buckets and begin to check them.
 
-        Raises: StateError: nothing is planned, or there is not one digest for each bucket.
+        Raises: StateError: nothing is planned, or there is not one digest for each bucket. TransportError: not everything was received.
         """
         if self._plan is None or not self._push_id:
             raise StateError("nothing is planned on this worker; plan first")
         expected = match_digests(self._rank, self._plan.buckets, pairs)
+        self._receiver.finish()
         self.free()
         self._content.begin(self._push_id)
         self._work = self._verify(self._plan, expected)
@@ -198,6 +215,7 @@ class WorkerSink:
         A trainer rank that was stopped and goes on later then writes where nobody reads.
         """
         self.free()
+        self._receiver.stop()
         if self._content.is_open and self._staging is not None and self._staging.endpoint[0] == "shm":
             self._close_staging()
         self._content.end()
@@ -206,11 +224,11 @@ class WorkerSink:
     def close(self) -> None:
         """Remove staging."""
         self.free()
+        self._receiver.close()
         self._close_staging()
 
     def _verify(self, plan: _Plan, expected: Sequence[Expected]) -> Iterator[Apply | None]:
-        pieces = ParameterPieces(self._parameters, self._require_staging().view, f"rank {self._rank}")
-        for num_bytes in verify_buckets(expected, self._content.known(plan.plan_hash), partial(bucket_digest, pieces)):
+        for num_bytes in verify_buckets(expected, self._content.known(plan.plan_hash), partial(bucket_digest, self._pieces)):
             self._num_bytes += num_bytes
             yield None
         yield from self._model.prepare_swap(self._staged, self._content.to_swap(expected))
@@ -247,15 +265,20 @@ class WorkerSink:
             self._staging = None
         self._content.forget()
 
-    def _layout(self, push: PushSection) -> SinkWorkerLayout:
+    @property
+    def _staging_device(self) -> str:
+        return "cpu" if self._require_staging().endpoint[0] == "shm" else self._device
+
+    def _layout(self, push: PushSection, host: str) -> SinkWorkerLayout:
         transport, address = self._require_staging().endpoint
+        device = self._staging_device
         return SinkWorkerLayout(
             worker_rank=self._rank,
             parameters=self._parameters,
             regions=self._model.regions,
             staging_bytes=self._staging_bytes,
-            place=Place(host_id=host_id(push.shm_dir), device="cpu" if transport == "shm" else "cuda"),
-            endpoints={transport: address},
+            place=Place(host_id=host_id(push.shm_dir), device=device.partition(":")[0]),
+            endpoints={transport: address, **self._receiver.endpoints(push, host, device)},
         )
 
 
