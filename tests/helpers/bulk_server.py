@@ -14,9 +14,9 @@ from multiprocessing.context import SpawnProcess
 import torch
 from torch import Tensor
 
+from shoal.codec.bucket_stream import WEIGHT_SINK_SERVICE
 from shoal.config.models import SecuritySection
 from shoal.rpc.server import RpcServer
-from shoal.rpc.v1 import weights_pb2_grpc
 from shoal.types.weights import Place, SinkLayout, SinkRegion
 from shoal.weights.plan import ServerPlan
 from shoal.weights.planner import plan_server
@@ -25,7 +25,6 @@ from shoal.weights.transports.staging import ParameterPieces, parameter_view
 from tests.helpers.layouts import fsdp_source, rows_of, sink_worker, staged
 from tests.helpers.rpc_services import PLAINTEXT
 
-SERVICE = "shoal.rpc.v1.WeightSinkService"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -98,10 +97,7 @@ async def _serve(
         return await receiver.write(parts)
 
     server = RpcServer("127.0.0.1", port, security)
-    server.add(
-        lambda inner: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(weights_pb2_grpc.WeightSinkServiceServicer(), inner), SERVICE
-    )
-    server.add(lambda inner: add_bulk_handler(inner, write), SERVICE)
+    server.add(lambda inner: add_bulk_handler(inner, write), WEIGHT_SINK_SERVICE)
     try:
         started.append(f"127.0.0.1:{await server.start()}")
         ready.set()

@@ -9,6 +9,7 @@ from shoal.config.models import PushSection
 from shoal.types.weights import SinkLayout
 from shoal.weights.plan import ServerPlan
 from shoal.weights.transports.base import PieceTarget
+from tests.helpers.wire_receivers import CollectiveServer, GrpcReceiver
 
 
 class Receiver(Protocol):
@@ -49,5 +50,9 @@ def _direct(push: PushSection, layout: SinkLayout, targets: Mapping[int, PieceTa
     return DirectReceiver()
 
 
-RECEIVERS: dict[str, Callable[[PushSection, SinkLayout, Mapping[int, PieceTarget]], Receiver]] = {"shm": _direct}
+RECEIVERS: dict[str, Callable[[PushSection, SinkLayout, Mapping[int, PieceTarget]], Receiver]] = {
+    "shm": _direct,
+    "grpc": GrpcReceiver,
+    "collective": CollectiveServer,
+}
 """Makes the receiving end of a transport from the settings, the layout as the test asked for it, and staging by worker rank."""

@@ -48,10 +48,8 @@ class GrpcSourceTransport:
         self._used: set[str] = set()
 
     def prepare(self, worker: SinkWorkerLayout) -> None:
-        """Begin to connect. Raises: as open."""
-        for channel in self._channels_to(worker):
-            channel.subscribe(_ignore, try_to_connect=True)
-            channel.unsubscribe(_ignore)
+        """Open the channels. Raises: as open."""
+        self._channels_to(worker)
 
     def open(self, request: LinkRequest) -> GrpcSourceLink:
         """See `SourceTransport.open`; a server that does not answer is noticed with the first bucket.
@@ -138,6 +136,9 @@ class GrpcSourceLink:
             stream.end()
         for stream in self._streams:
             self._guard(stream.wait_written)
+        # Whatever follows goes over new ones.
+        self._streams = []
+        self._num_buckets = 0
 
     def close(self) -> None:
         """See `SourceLink.close`."""
@@ -199,10 +200,6 @@ def _address_of(worker: SinkWorkerLayout) -> str:
         msg = f"worker {worker.worker_rank} offers {', '.join(worker.endpoints) or 'nothing'}, not grpc; set push.transport to one of them"
         raise TransportError(msg)
     return worker.endpoints["grpc"]
-
-
-def _ignore(_: grpc.ChannelConnectivity) -> None:
-    """A channel connects on its own only while someone listens to its state."""
 
 
 def _close_all(channels: Sequence[grpc.Channel]) -> None:

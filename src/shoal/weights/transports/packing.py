@@ -30,7 +30,7 @@ def packed_parts(bucket: Bucket, pieces: Sequence[Tensor], buffer: Tensor, diges
         digest: fed with every part before that is yielded.
     """
     whole = memoryview(buffer.numpy().data)
-    limit = buffer.numel() // _BLOCKS_PER_PART // item_bytes(bucket.dtype, "a bucket")
+    limit = max(1, buffer.numel() // _BLOCKS_PER_PART // item_bytes(bucket.dtype, "a bucket"))
     dtype = torch_dtype(bucket.dtype)
     filled = 0
     for piece in pieces:
@@ -43,6 +43,21 @@ def packed_parts(bucket: Bucket, pieces: Sequence[Tensor], buffer: Tensor, diges
             filled += size
     if filled:
         yield _digested(whole[:filled], digest)
+
+
+def pack_whole(bucket: Bucket, pieces: Sequence[Tensor], buffer: Tensor) -> int:
+    """Fill a buffer with a bucket's bytes.
+
+    Args:
+        pieces: as `host_pieces` gives them.
+        buffer: [num_bytes] uint8 on the CPU.
+    Returns: xxh3-64 of the bytes.
+    """
+    digest = xxhash.xxh3_64()
+    for _ in packed_parts(bucket, pieces, buffer, digest):
+        # All fits into one part.
+        continue
+    return digest.intdigest()
 
 
 def host_pieces(bucket: Bucket, pieces: Sequence[Tensor]) -> list[Tensor]:
