@@ -75,6 +75,11 @@ class CoordinatorProcess:
         """GET a JSON object."""
         return await self._request("GET", path)
 
+    async def text(self, path: str) -> str:
+        """GET anything."""
+        async with self._client() as client:
+            return (await client.get(path)).raise_for_status().text
+
     async def post(self, path: str) -> dict[str, Any]:
         """POST without a body."""
         return await self._request("POST", path)
@@ -98,11 +103,14 @@ class CoordinatorProcess:
         return await asyncio.to_thread(self.process.wait, timeout_s)
 
     async def _request(self, method: str, path: str) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=f"http://{self.rest_address}", trust_env=False, timeout=10.0) as client:
+        async with self._client() as client:
             answer = await client.request(method, path)
         answer.raise_for_status()
         body: dict[str, Any] = answer.json()
         return body
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://{self.rest_address}", trust_env=False, timeout=10.0)
 
 
 @contextlib.asynccontextmanager

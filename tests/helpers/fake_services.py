@@ -73,6 +73,7 @@ class FakeService:
         self.service_id = service_id
         self.run_id = run_id
         self.policy_version = 0
+        self.address = ""
         self._coordinator_address = coordinator_address
         self._stack = AsyncExitStack()
         self.lease: LeaseKeeper | None = None
@@ -87,11 +88,12 @@ class FakeService:
         port = await server.start()
         server.set_serving(True)
         self._stack.push_async_callback(server.stop, 0.0)
+        self.address = f"127.0.0.1:{port}"
         info = ServiceInfo(
             run_id=self.run_id,
             service_id=self.service_id,
             kind=self.kind,
-            address=f"127.0.0.1:{port}",
+            address=self.address,
             incarnation=uuid.uuid4().hex,
             policy_version=self.policy_version,
         )

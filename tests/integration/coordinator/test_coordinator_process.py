@@ -15,7 +15,10 @@ import httpx
 import pytest
 import redis
 
-from shoal.types import ScoreResult, ScoreStatus
+from shoal.clients.rollout import RolloutClient
+from shoal.config.models import SecuritySection
+from shoal.errors import UnavailableError
+from shoal.types import SamplingParams, ScoreResult, ScoreStatus
 from tests.helpers.coordinator_process import VOCABULARY, running_coordinator, write_config
 from tests.helpers.fake_services import FakeCluster, FakeRollout
 from tests.helpers.valkey import running_valkey
@@ -81,6 +84,11 @@ async def test_coordinator_serves_its_api_after_the_run_until_sigterm(tmp_path: 
                 ["rollout-0"],
                 {"prepare", "transfer", "verify", "commit"},
             )
+            (server,) = push["server_reports"]
+            assert (server["stage"], server["transports"], server["dense"]) == ("committed", ["shm"], True)
+            assert push["sent_bytes"] == push["dense_bytes"] == server["sent_bytes"] == 16
+            summary = (await coordinator.get("/v1/status"))["pushes"]
+            assert (summary["num_pushes"], summary["policy_version"], summary["delta_share"]) == (1, 1, 1.0)
             (step,) = (await coordinator.get("/v1/steps"))["steps"]
             assert step["step"] == 1
         coordinator.process.send_signal(signal.SIGTERM)
@@ -132,6 +140,73 @@ async def test_coordinator_waits_for_a_rollout_server_that_died_and_catches_its_
     assert version >= 1
     assert successor.commits[0] == version, "caught up first"
     assert min(successor.generated_at) >= version, "no request before the current version"
+
+
+async def test_a_fresh_server_answers_nothing_before_it_has_the_version_of_a_late_trainer(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 52}, data={"held_out": None})
+    async with running_coordinator(config) as coordinator:
+        cluster = make_cluster(coordinator.grpc_address)
+        assert cluster.critic is not None
+        cluster.actor.policy_version = cluster.critic.policy_version = cluster.rollout.policy_version = 50
+        other = FakeRollout("rollout-1", "test", coordinator.grpc_address, vocab_size=len(VOCABULARY))
+        other.policy_version = 50
+        # All requests hang: the run stays at version 50 until the fresh server is there.
+        cluster.rollout.may_generate.clear()
+        other.may_generate.clear()
+        fresh = FakeRollout("rollout-1", "test", coordinator.grpc_address, vocab_size=len(VOCABULARY))
+        gate = asyncio.Event()
+        fresh.sink.faults["commit"] = [gate]
+        async with cluster:
+            await other.__aenter__()
+            await coordinator.until_state("rolling_out")
+            await other.__aexit__()
+            async with fresh:
+                assert fresh.required_versions == [50], "told with its first lease"
+                await asyncio.wait_for(fresh.sink.entered["commit"].wait(), 10)
+                services = {service["service_id"]: service for service in (await coordinator.get("/v1/services"))["services"]}
+                assert (services["rollout-1"]["state"], services["rollout-1"]["policy_version"]) == ("fenced", 0)
+                with pytest.raises(UnavailableError, match="serves 0, required is 50"):
+                    await generate_directly(fresh)
+                assert fresh.generated_at == []
+                gate.set()
+                cluster.rollout.may_generate.set()
+                status = await coordinator.until_state("finished", "failed")
+    assert status["error"] is None
+    assert fresh.commits[0] == 50
+    assert min(fresh.generated_at, default=50) >= 50
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["rollout_policy_version"] for step in steps] == [50, 51], "no sample of version 0"
+
+
+async def generate_directly(server: FakeRollout) -> None:
+    """As somebody who knows the server's address, and no coordinator."""
+    async with RolloutClient(server.address, SecuritySection(insecure=True)) as client:
+        async for _ in client.generate("direct", [3], SamplingParams(max_new_tokens=1), 1, timeout_s=5.0):
+            pass
+
+
+async def test_coordinator_verifies_weights_and_repairs_what_differs(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 1000}, data={"held_out": None})
+    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            await coordinator.post("/v1/weights/verify")
+        await coordinator.until(lambda status: status["step"] >= 1)
+        await coordinator.post("/v1/pause")
+        await coordinator.until_state("paused")
+        audit = await coordinator.post("/v1/weights/verify")
+        (server,) = audit["servers"]
+        assert (audit["is_equal"], server["result"], server["num_parameters"], server["num_pieces"]) == (True, "equal", 1, 1)
+        assert server["probe"] == {"num_tokens": 16, "max_logprob_difference": 0.0, "greedy_share": 1.0}
+        cluster.rollout.sink.corrupt = {"w": 1}
+        (server,) = (await coordinator.post("/v1/weights/verify"))["servers"]
+        assert (server["result"], server["first_difference"]) == ("differs", "w of worker 0 (from w of rank 0)")
+        await coordinator.until(lambda status: status["pushes"]["num_committed"] > status["step"])
+        await coordinator.post("/v1/weights/verify")
+        audits = (await coordinator.get("/v1/audits"))["audits"]
+        assert [audit["is_equal"] for audit in audits] == [True, False, True]
+        metrics = await coordinator.text("/metrics")
+    for line in ('shoal_push_audits_total{result="differs"} 1.0', 'shoal_push_audits_total{result="equal"} 2.0'):
+        assert line in metrics
 
 
 async def test_coordinator_pauses_resumes_and_stops_over_rest(tmp_path: Path, redis_url: str) -> None:
