@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.helpers.inprocess_engine import ENGINE_ENVIRONMENT, InProcessEngine
-from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies, swap
+from tests.helpers.engine_rig import PROMPT, EngineRig, fresh_greedy
+from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies
 from tests.helpers.tiny_models import Architecture, reference_choices, reference_logprobs, save_tiny_model
-
-if TYPE_CHECKING:
-    from shoal_rollout.engine_model import EngineModel
-
-PROMPT = [5, 6, 7, 90, 100]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,59 +43,13 @@ FAMILIES = [
 """All with a vocabulary of 101, which the engine pads to 128."""
 
 
-class _Rig:
-    """An engine on a folder, and its model as a push sees it."""
-
-    def __init__(self, folder: Path, dtype: str) -> None:
-        from shoal_rollout.engine_model import EngineModel
-
-        self.engine = InProcessEngine(folder, dtype=dtype, extension="")
-        self.model: EngineModel = EngineModel(self.engine.model, folder, self.engine.worker.vllm_config)
-
-    def greedy(self) -> tuple[list[int], list[float]]:
-        ids, logprobs, _ = self.engine.sample(PROMPT, temperature=0.0)
-        return ids, logprobs.tolist()
-
-    def swap(self, staged: dict[str, torch.Tensor], changed: set[str] | None = None) -> None:
-        swap(self.model, staged, changed)
-        assert self.engine.llm.reset_prefix_cache()
-
-
-@pytest.fixture(autouse=True)
-def _engine_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENGINE_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def start(_engine_environment: None) -> Iterator[Callable[..., _Rig]]:
-    rigs: list[_Rig] = []
-
-    def make(folder: Path, dtype: str = "float32") -> _Rig:
-        rigs.append(_Rig(folder, dtype))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.engine.close()
-
-
-def _fresh_greedy(folder: Path, dtype: str = "float32") -> tuple[list[int], list[float]]:
-    engine = InProcessEngine(folder, dtype=dtype, extension="")
-    try:
-        ids, logprobs, _ = engine.sample(PROMPT, temperature=0.0)
-    finally:
-        engine.close()
-    return ids, logprobs.tolist()
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_layout_of_a_family_serves_what_was_staged(tmp_path: Path, start: Callable[..., _Rig], family: _Family) -> None:
+def test_layout_of_a_family_serves_what_was_staged(tmp_path: Path, start_rig: Callable[..., EngineRig], family: _Family) -> None:
     first, second = (
         save_tiny_model(tmp_path / f"v{seed}", family.architecture, tied=family.tied, seed=seed, **family.overrides) for seed in (0, 1)
     )
-    expected = _fresh_greedy(second)
-    rig = start(first)
+    expected = fresh_greedy(second)
+    rig = start_rig(first)
     assert rig.model.mode == "copies", rig.model.reason
     old, new = (stage_copies(rig.model, folder_tensors(folder)) for folder in (first, second))
     before, greedy_before = live_bytes(rig.model), rig.greedy()
