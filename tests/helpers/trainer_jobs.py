@@ -14,7 +14,7 @@ from shoal_trainer.distributed import RankContext
 
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
-from shoal.types import ExperienceRecord
+from shoal.types import ExperienceRecord, TokenSequence
 from tests.helpers.trainer_bench import (
     Split,
     build_pair,
@@ -40,6 +40,7 @@ def train_step_job(context: RankContext, config: RunConfig, folder: Path) -> Non
         "uneven": _uneven_ranks(context, config),
         "nan": _bad_gradient(context, config),
         "lost": _lost_record(context, config),
+        "scored": _scored(context, config),
     }
     if context.rank == 0:
         torch.save(result, folder / "result.pt")
@@ -122,3 +123,23 @@ def _lost_record(context: RankContext, config: RunConfig) -> dict[str, Any]:
     source.records[lost] = record
     metrics, _ = ppo_step(actor, critic, batch)
     return {"error_of_rank_0": error, "num_updates": metrics["num_updates"]}
+
+
+def _scored(context: RankContext, config: RunConfig) -> dict[str, Any]:
+    """Scores of rank 0 before and in the middle of a step, and what the step came to; other ranks answer nothing."""
+    actor, critic, _ = build_pair(config, context, ragged_records())
+    batch = make_batch(ragged_records(), even_split(6, context.world_size, 2))
+    sequences = [TokenSequence(prompt_ids=(1, 2, 3), response_ids=(4, 5)), TokenSequence(prompt_ids=(6,), response_ids=(7, 8, 9))]
+    before = actor.score_tokens(sequences)
+    actor.forward_batch(batch)
+    critic.forward_batch(batch)
+    between = actor.score_tokens(sequences)
+    actor.compute_advantages(1, 0.05)
+    updated = actor.update_batch(1)
+    assert bool(between) == (context.rank == 0)
+    assert before == between
+    return {
+        "logprobs": torch.tensor([logprob for score in between for logprob in score.logprobs]),
+        "greedy_ids": torch.tensor([token for score in between for token in score.greedy_ids]),
+        "grad_norm": updated.metrics["grad_norm"],
+    }

@@ -69,11 +69,13 @@ class StagingServer:
     Args:
         layout: workers without endpoints.
         folder: of mapped files; None keeps the staging in memory, reached through `MemoryTransport`.
+        place: where the workers run.
     """
 
-    def __init__(self, layout: SinkLayout, folder: str | None = None) -> None:
+    def __init__(self, layout: SinkLayout, folder: str | None = None, place: Place = HERE) -> None:
         self.staging = [_open_staging(worker, folder) for worker in layout.workers]
-        workers = [replace(worker, endpoints=dict([one.endpoint])) for worker, one in zip(layout.workers, self.staging, strict=True)]
+        ends = zip(layout.workers, self.staging, strict=True)
+        workers = [replace(worker, endpoints=dict([one.endpoint]), place=place) for worker, one in ends]
         self.layout = replace(layout, workers=tuple(workers))
         self.staged: StagedVersion | None = None
         self._plan: ServerPlan | None = None
@@ -82,12 +84,17 @@ class StagingServer:
 
     @classmethod
     def copying(
-        cls, server_id: str, shapes: Mapping[str, tuple[int, ...]], folder: str | None = None, dtype: str = "float32"
+        cls,
+        server_id: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        folder: str | None = None,
+        dtype: str = "float32",
+        place: Place = HERE,
     ) -> StagingServer:
         """One worker whose parameters are the source tensors themselves."""
         parameters, staging_bytes = staged(shapes, dtype)
         regions = [region for name, shape in shapes.items() for region in stack_rows(name, [(name, shape, 0, shape[0])])]
-        return cls(SinkLayout(server_id=server_id, workers=(sink_worker(0, parameters, regions, staging_bytes, {}),)), folder)
+        return cls(SinkLayout(server_id=server_id, workers=(sink_worker(0, parameters, regions, staging_bytes, {}),)), folder, place)
 
     def target(self, *, dense: bool = False) -> SinkTarget:
         """What PREPARE of the source is told of this server."""
@@ -244,6 +251,11 @@ def identity(rank: int = 0, world_size: int = 1, source_id: str = "gang", place:
     return SourceIdentity(rank=rank, world_size=world_size, source_id=source_id, place=place)
 
 
+def here(push: PushSection) -> Place:
+    """This process's place, as the product tells it."""
+    return Place(host_id=host_id(push.shm_dir), device="cpu")
+
+
 def encodings(transfer: ServerTransfer) -> set[BucketEncoding]:
     """How the buckets of a server were sent."""
     return {encoding for pair in transfer.pairs for encoding in pair.encodings}
@@ -258,7 +270,7 @@ class FakeSource:
     def __init__(self, tensors: Mapping[str, NDArray[np.float32]], push: PushSection | None = None, source_id: str = "gang") -> None:
         self.tensors = {name: torch.from_numpy(np.ascontiguousarray(tensor)) for name, tensor in tensors.items()}
         settings = PushSection() if push is None else push
-        place = Place(host_id=host_id(settings.shm_dir), device="cpu")
+        place = here(settings)
         self._version = 0
         self._source = WeightSource(
             {name: nn.Parameter(tensor) for name, tensor in self.tensors.items()},

@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from shoal_coordinator.push import push
 from transformers import AutoModelForCausalLM
 
-from shoal.config.models import PushSection, RunConfig
+from shoal.config.models import RunConfig
 from shoal.errors import InvalidRequestError, NotFoundError, ShoalError, StateError
 from shoal.queue.experience import ExperienceQueue
-from shoal.types import Batch, TrainerRole, UpdateResult
+from shoal.types import Batch, TokenSequence, TrainerRole, UpdateResult
 from tests.helpers.processes import wait_gone
-from tests.helpers.shm_sink import ShmSink
 from tests.helpers.trainer_bench import (
     RUN_ID,
     build_pair,
@@ -39,6 +37,7 @@ from tests.helpers.trainer_bench import (
 )
 from tests.helpers.trainer_process import GangProcess, running_gang
 from tests.helpers.valkey import running_valkey
+from tests.helpers.weight_source import StagingServer, closing, here
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -160,14 +159,48 @@ async def test_gang_of_two_trains_as_one_rank_does(gangs: Gangs) -> None:
 async def test_gang_pushes_the_weights_that_it_trained(gangs: Gangs) -> None:
     trained = AutoModelForCausalLM.from_pretrained(gangs.folder / "exported", dtype=torch.float32)
     parameters = dict(trained.named_parameters())
-    sink = ShmSink.copying("rollout-0", {name: tuple(parameter.shape) for name, parameter in parameters.items()}, str(gangs.folder))
-    try:
-        await push(gangs.actor.weights, {"rollout-0": sink}, NUM_STEPS, PushSection())
-        assert sink.served_version == NUM_STEPS
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    source, settings = gangs.actor.weights, gangs.config.push
+    servers = [StagingServer.copying(f"rollout-{index}", shapes, str(gangs.folder), place=here(settings)) for index in range(2)]
+    with closing(*servers):
+        layout, version = await source.describe(timeout_s=TIMEOUT_S)
+        assert (version, len(layout.places)) == (NUM_STEPS, 2)
+        planned = await source.prepare("push", version, [server.target() for server in servers], timeout_s=TIMEOUT_S)
+        for server in servers:
+            server.plan(layout, planned[server.layout.server_id].plan_hash, settings)
+        servers[0].close()
+        transferred = await source.transfer("push", {}, timeout_s=TIMEOUT_S)
+        assert "rank 1" in transferred.servers["rollout-0"].error
+        sent = transferred.servers["rollout-1"]
+        assert (sent.error, sent.sent_bytes) == ("", sum(parameter.nbytes for parameter in parameters.values()))
+        servers[1].verify(version, sent.pairs)
         for name, parameter in parameters.items():
-            assert torch.equal(sink.served[0][name], parameter), name
-    finally:
-        sink.close()
+            assert torch.equal(servers[1].parameters()[name], parameter), name
+        hashes = {"rollout-1": planned["rollout-1"].plan_hash}
+        (digests,) = (await source.digest(version, hashes, timeout_s=TIMEOUT_S)).values()
+        assert {pair.rank for pair in digests} == {0, 1}
+        await source.abort("push", timeout_s=TIMEOUT_S)
+        with pytest.raises(StateError, match="push push is not prepared"):
+            await source.transfer("push", {}, timeout_s=TIMEOUT_S)
+
+
+async def test_gang_scores_tokens_without_changing(gangs: Gangs) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(gangs.folder / "exported", dtype=torch.float32)
+    asked = TokenSequence(prompt_ids=(1, 2, 3), response_ids=(4, 5, 6))
+    scores, version = await gangs.actor.trainer.score_tokens([asked, asked], timeout_s=TIMEOUT_S)
+    with torch.no_grad():
+        logits = trained(torch.tensor([[1, 2, 3, 4, 5, 6]])).logits[0, 2:-1]
+    logprobs = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor([[4], [5], [6]]))[:, 0]
+    assert version == NUM_STEPS
+    assert len(scores) == 2
+    for score in scores:
+        assert torch.allclose(torch.tensor(score.logprobs), logprobs, atol=1e-5)
+        assert list(score.greedy_ids) == logits.argmax(dim=-1).tolist()
+    with pytest.raises(InvalidRequestError, match="ids are in"):
+        await gangs.actor.trainer.score_tokens([TokenSequence(prompt_ids=(1,), response_ids=(9999,))], timeout_s=TIMEOUT_S)
+    with pytest.raises(InvalidRequestError, match="only the actor scores"):
+        await gangs.critic.trainer.score_tokens([asked], timeout_s=TIMEOUT_S)
+    assert (await gangs.actor.trainer.describe(timeout_s=TIMEOUT_S)).step == NUM_STEPS
 
 
 async def test_gang_ends_promptly_with_an_error_when_a_rank_is_killed(gangs: Gangs) -> None:

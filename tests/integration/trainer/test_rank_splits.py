@@ -62,3 +62,11 @@ def test_train_step_with_a_bad_gradient_on_one_rank_is_skipped_on_all(results: d
 
 def test_train_step_with_a_lost_record_on_one_rank_fails_on_all_and_can_be_repeated(results: dict[int, Results]) -> None:
     assert results[2]["lost"] == {"error_of_rank_0": "PeerError", "num_updates": 1.0}
+
+
+def test_scores_of_two_ranks_are_those_of_one_and_leave_the_step_as_it_is(results: dict[int, Results]) -> None:
+    ours, theirs = results[2]["scored"], results[1]["scored"]
+    assert torch.allclose(ours["logprobs"], theirs["logprobs"], atol=1e-5)
+    assert torch.equal(ours["greedy_ids"], theirs["greedy_ids"])
+    for world_size in (1, 2):
+        assert results[world_size]["scored"]["grad_norm"] == pytest.approx(results[1]["splits"][0]["actor"]["grad_norm"], rel=1e-5)
