@@ -23,13 +23,14 @@ from shoal_coordinator.states import RunState
 from shoal_coordinator.workload import Workload
 
 from shoal.config.load import build_config
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UnavailableError
 from shoal.queue.entries import QueuedGroup
 from shoal.types import (
     Batch,
     Completion,
     ExportResult,
     Int32Array,
+    PairDigests,
     RecordRef,
     RolloutDescription,
     SamplingParams,
@@ -38,6 +39,8 @@ from shoal.types import (
     ScoreSample,
     ServiceInfo,
     ServiceKind,
+    SinkLayout,
+    SinkVerified,
     TokenScores,
     TokenSequence,
     TrainerDescription,
@@ -53,10 +56,29 @@ KINDS = {"rollout-0": ServiceKind.ROLLOUT, "reward-0": ServiceKind.REWARD, "acto
 
 
 class ClosableSink(ScriptedSink):
-    """A sink over a channel that was never opened."""
+    """A sink over a channel: once it is closed, what waits for an answer fails."""
+
+    def __init__(self, layout: SinkLayout, served_version: int = 0) -> None:
+        super().__init__(layout, served_version)
+        self.closed = asyncio.Event()
 
     async def close(self) -> None:
-        """Nothing to close."""
+        self.closed.set()
+
+    async def verify(
+        self, push_id: str, policy_version: int, plan_hash: str, pairs: Sequence[PairDigests], *, timeout_s: float
+    ) -> SinkVerified:
+        verifying = asyncio.create_task(super().verify(push_id, policy_version, plan_hash, pairs, timeout_s=timeout_s))
+        closing = asyncio.create_task(self.closed.wait())
+        try:
+            await asyncio.wait({verifying, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not verifying.done():
+                raise UnavailableError("the connection was closed")
+            return verifying.result()
+        finally:
+            verifying.cancel()
+            closing.cancel()
+            await asyncio.gather(verifying, closing, return_exceptions=True)
 
 
 class ClosableSource(ScriptedSource):
