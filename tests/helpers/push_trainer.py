@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config.models import PushSection, SecuritySection
-from shoal.types import SinkLayout, SinkWorkerLayout, SourceLayout, SourceTensor
+from shoal.types import SinkLayout, SourceLayout, SourceTensor
 from shoal.types.weights import BucketEncoding, PairDigests, PieceDigests, Place, TensorShard
 from shoal.weights import boxes
 from shoal.weights.buckets import Bucket, Piece
@@ -53,14 +53,36 @@ class PushTrainer:
         return plan_server(self.layout, layout, bucket_bytes=self._push.bucket_bytes, transport=self._push.transport)
 
     def write(
-        self, layout: SinkLayout, *, push_id: str = "a", version: int = 1, unchanged: Collection[str] = ()
+        self,
+        layout: SinkLayout,
+        *,
+        push_id: str = "a",
+        version: int = 1,
+        unchanged: Collection[str] = (),
+        group: str = "",
+        timeout_s: float = 10.0,
     ) -> tuple[PairDigests, ...]:
-        """Write every bucket densely, but those whose parameters are all `unchanged`; answers the digests of all."""
+        """Write every bucket densely, but those whose parameters are all `unchanged`; answers the digests of all.
+
+        Args:
+            group: as the server's plan answered it.
+        """
         plan = self.plan(layout)
-        return tuple(
-            self._write_pair(plan, layout, next(w for w in layout.workers if w.worker_rank == worker_rank), push_id, version, unchanged)
-            for _, worker_rank in plan.pairs()
-        )
+        requests = {
+            worker.worker_rank: LinkRequest(
+                push_id=push_id,
+                policy_version=version,
+                rank=0,
+                world_size=1,
+                server_id=layout.server_id,
+                worker=worker,
+                num_workers=len(layout.workers),
+                collective_group=group,
+                timeout_s=timeout_s,
+            )
+            for worker in layout.workers
+        }
+        return tuple(self._write_pair(plan, requests[worker_rank], unchanged) for _, worker_rank in plan.pairs())
 
     def digests(self, layout: SinkLayout) -> tuple[PieceDigests, ...]:
         """What an audit of this trainer answers."""
@@ -82,20 +104,8 @@ class PushTrainer:
         """Let go of staging."""
         self._transport.close()
 
-    def _write_pair(
-        self, plan: ServerPlan, layout: SinkLayout, worker: SinkWorkerLayout, push_id: str, version: int, unchanged: Collection[str]
-    ) -> PairDigests:
-        request = LinkRequest(
-            push_id=push_id,
-            policy_version=version,
-            rank=0,
-            world_size=1,
-            server_id=layout.server_id,
-            worker=worker,
-            num_workers=len(layout.workers),
-            collective_group="",
-            timeout_s=10.0,
-        )
+    def _write_pair(self, plan: ServerPlan, request: LinkRequest, unchanged: Collection[str]) -> PairDigests:
+        worker = request.worker
         link = self._transport.open(request, plan.transport_of(0, worker.worker_rank))
         told = []
         for bucket in plan.buckets(0, worker.worker_rank):

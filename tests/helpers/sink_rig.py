@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from shoal_rollout.weight_sink import WeightSink
@@ -15,6 +16,7 @@ from tests.helpers.engine_fakes import SteppedEngine
 from tests.helpers.engine_models import PlainModel
 from tests.helpers.push_trainer import PushTrainer
 
+_Transport = Literal["shm", "grpc", "collective"]
 SHAPES = dict.fromkeys(("a", "b", "c"), (32, 32))
 """Each parameter fills one bucket of 4096 bytes."""
 EXPIRES_S = 60.0
@@ -27,9 +29,9 @@ class SinkRig:
         folder: Where staging files go.
     """
 
-    def __init__(self, folder: Path, *, num_workers: int = 1, unreadable: Collection[str] = ()) -> None:
+    def __init__(self, folder: Path, *, num_workers: int = 1, unreadable: Collection[str] = (), transport: _Transport = "shm") -> None:
         self.folder = folder
-        self.push = PushSection(shm_dir=str(folder), bucket_bytes=4096, transport="shm")
+        self.push = PushSection(shm_dir=str(folder), bucket_bytes=4096, transport=transport)
         self.models = [PlainModel(SHAPES, unreadable=unreadable) for _ in range(num_workers)]
         self.engine = SteppedEngine(self.models)
         self.committed: list[int] = []

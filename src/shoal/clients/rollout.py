@@ -49,7 +49,7 @@ class RolloutClient(ServiceClient):
             sampling: Parameters of every sample.
             num_samples: Completions wanted.
             seeds: One per sample, or empty.
-            min_policy_version: An older server refuses with StalePolicyError or StateError.
+            min_policy_version: A server that serves an older one refuses with UnavailableError.
             timeout_s: Deadline of the whole group, in seconds.
         Raises: ShoalError: as the server says; UnavailableError while it drains or cannot be reached.
         """

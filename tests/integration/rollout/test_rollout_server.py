@@ -14,15 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from shoal.clients.rollout import RolloutClient
 from shoal.clients.weights import WeightSinkClient
-from shoal.errors import InvalidRequestError, StateError
+from shoal.config.models import PushSection
+from shoal.errors import InvalidRequestError, StateError, UnavailableError
 from shoal.rpc.health import is_serving
-from shoal.types import Completion, FinishReason, SamplingParams
+from shoal.types import Completion, FinishReason, InflightMode, SamplingParams
+from tests.helpers.push_trainer import PushTrainer
 from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout, until_running
 from tests.helpers.tiny_models import EOS_ID, VOCAB_SIZE, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
-from tests.helpers.weight_source import FakeSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 6, 7, 90, 100]
@@ -115,7 +117,7 @@ async def test_prompts_that_would_kill_the_engine_are_refused(client: RolloutCli
 
 
 async def test_a_stale_server_refuses(client: RolloutClient) -> None:
-    with pytest.raises(StateError, match="wants at least 7"):
+    with pytest.raises(UnavailableError, match="serves policy version 0, the request wants at least 7"):
         async for _ in client.generate("stale", PROMPT, SAMPLING, 1, min_policy_version=7, timeout_s=TIMEOUT_S):
             pass
 
@@ -138,32 +140,111 @@ async def test_abort_answers_with_partial_tokens(client: RolloutClient) -> None:
     assert all(len(completion.response_ids) < 150 for completion in completions)
 
 
-async def test_a_push_under_running_requests_tags_every_token_with_its_version(
-    server: RolloutProcess, client: RolloutClient, model: Path, tmp_path: Path
-) -> None:
-    tensors = perturbed_tensors(model, seed=1)
-    target = save_variant(model, tmp_path / "v1", tensors)
-    source = FakeSource(tensors)
-    async with WeightSinkClient(server.address, SECURITY) as sink:
-        layout, served = await sink.prepare("push-1", 1, timeout_s=10)
-        assert served == 0
-        plan_hash, digests = source.write(layout)
-        running = asyncio.create_task(_sample(client, name="across", sampling=LONG, seeds=tuple(range(8))))
-        await until_running(client, 8)
-        verified = await sink.verify("push-1", 1, plan_hash, digests, timeout_s=20)
+class _Pusher:
+    """Pushes versions of the model, and keeps each as a folder to compare with."""
+
+    def __init__(self, server: RolloutProcess, sink: WeightSinkClient, model: Path, folder: Path) -> None:
+        self.sink = sink
+        self.folders = [model]
+        self.plan_hash = ""
+        self._folder = folder
+        self.trainer = PushTrainer(perturbed_tensors(model, seed=0), PushSection(shm_dir=str(server.shm_dir)))
+
+    async def to_verified(self, version: int) -> None:
+        """Everything but the commit."""
+        tensors = perturbed_tensors(self.folders[0], seed=version)
+        self.folders.append(save_variant(self.folders[0], self._folder / f"v{version}", tensors))
+        for name, tensor in tensors.items():
+            self.trainer.tensors[name].copy_(torch.from_numpy(tensor))
+        prepared = await self.sink.prepare(f"push-{version}", version, 120.0, timeout_s=10)
+        assert prepared.served_version == version - 1
+        self.layout = prepared.layout
+        self.plan_hash = self.trainer.plan(prepared.layout).plan_hash
+        await self.sink.plan(f"push-{version}", version, self.plan_hash, self.trainer.layout, timeout_s=10)
+        pairs = await asyncio.to_thread(self.trainer.write, prepared.layout, push_id=f"push-{version}", version=version)
+        verified = await self.sink.verify(f"push-{version}", version, self.plan_hash, pairs, timeout_s=20)
         assert verified.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-        committed = await sink.commit("push-1", 1, timeout_s=20)
-        assert committed.policy_version == 1
-        assert (await client.describe(timeout_s=5)).policy_version == 1
-        completions = await running
-        after = await _sample(client)
+
+    def check(self, completion: Completion, versions: list[int]) -> None:
+        """Compare versions and log-probabilities of a completion."""
+        assert [span.policy_version for span in completion.policy_version_spans] == versions
+        ids = completion.response_ids.tolist()
+        for span in completion.policy_version_spans:
+            expected = reference_logprobs(self.folders[span.policy_version], PROMPT, ids)
+            part = slice(span.start, span.end)
+            np.testing.assert_allclose(completion.rollout_logprobs[part], expected[part], atol=1e-4)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pusher(server: RolloutProcess, model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Pusher]:
+    async with WeightSinkClient(server.address, SECURITY) as sink:
+        opened = _Pusher(server, sink, model, tmp_path_factory.mktemp("versions"))
+        yield opened
+        opened.trainer.close()
+
+
+async def test_a_push_that_keeps_running_requests_tags_every_token_with_its_version(client: RolloutClient, pusher: _Pusher) -> None:
+    running = asyncio.create_task(_sample(client, name="across", sampling=LONG, seeds=tuple(range(8))))
+    await until_running(client, 8)
+    await pusher.to_verified(1)
+    committed = await pusher.sink.commit("push-1", 1, InflightMode.KEEP, timeout_s=20)
+    assert committed.policy_version == 1
+    assert (await client.describe(timeout_s=5)).policy_version == 1
+    completions = await running
     assert any(len(completion.policy_version_spans) == 2 for completion in completions), "no sample crossed the commit"
     for completion in completions:
-        _check_versions(completion, [model, target])
-    for completion in after:
-        assert [span.policy_version for span in completion.policy_version_spans] == [1]
-        _check_versions(completion, [model, target])
-    source.close()
+        assert completion.finish_reason is FinishReason.LENGTH
+        pusher.check(completion, [0, 1] if len(completion.policy_version_spans) == 2 else [0])
+    for completion in await _sample(client):
+        pusher.check(completion, [1])
+
+
+async def test_a_push_that_waits_lets_running_requests_end_on_the_old_version(client: RolloutClient, pusher: _Pusher) -> None:
+    await pusher.to_verified(2)
+    running = asyncio.create_task(_sample(client, name="waited for", sampling=LONG, seeds=tuple(range(8))))
+    await until_running(client, 8)
+    committing = asyncio.create_task(pusher.sink.commit("push-2", 2, InflightMode.WAIT, timeout_s=30))
+    # One sequence more for each of the eight that the engine holds: enough to be sent after the commit has begun.
+    await asyncio.sleep(0.05)
+    late = asyncio.create_task(_sample(client, name="late"))
+    assert (await committing).policy_version == 2
+    for completion in await running:
+        assert completion.finish_reason is FinishReason.LENGTH
+        pusher.check(completion, [1])
+    for completion in await late:
+        pusher.check(completion, [2])
+
+
+async def test_a_push_that_aborts_answers_running_requests_with_what_they_have(client: RolloutClient, pusher: _Pusher) -> None:
+    await pusher.to_verified(3)
+    running = asyncio.create_task(_sample(client, name="cut", sampling=LONG, seeds=tuple(range(8))))
+    await until_running(client, 8)
+    await asyncio.sleep(0.05)
+    committed = await pusher.sink.commit("push-3", 3, InflightMode.ABORT, timeout_s=20)
+    assert committed.num_aborted == 8
+    for completion in await running:
+        assert completion.finish_reason is FinishReason.ABORT
+        assert len(completion.response_ids) < 150
+        pusher.check(completion, [2])
+    for completion in await _sample(client):
+        pusher.check(completion, [3])
+
+
+async def test_an_audit_of_the_live_weights_equals_the_trainers_digests(pusher: _Pusher) -> None:
+    assert await pusher.sink.digest(3, pusher.plan_hash, timeout_s=20) == pusher.trainer.digests(pusher.layout)
+    with pytest.raises(StateError, match="serves version 3"):
+        await pusher.sink.digest(2, pusher.plan_hash, timeout_s=20)
+
+
+async def test_a_wait_that_would_take_too_long_is_refused_and_the_old_version_goes_on(client: RolloutClient, pusher: _Pusher) -> None:
+    await pusher.to_verified(4)
+    running = asyncio.create_task(_sample(client, name="slow", sampling=LONG, seeds=tuple(range(8))))
+    await until_running(client, 8)
+    with pytest.raises(StateError, match="did not end"):
+        await pusher.sink.commit("push-4", 4, InflightMode.WAIT, timeout_s=1.02)
+    for completion in [*await running, *await _sample(client)]:
+        pusher.check(completion, [3])
+    assert await pusher.sink.abort("push-4", timeout_s=10) == 3
 
 
 async def test_sigterm_lets_running_samples_end_and_leaves_nothing(server: RolloutProcess, client: RolloutClient) -> None:
@@ -178,11 +259,3 @@ async def test_sigterm_lets_running_samples_end_and_leaves_nothing(server: Rollo
     assert not await is_serving(server.address, SECURITY, timeout_s=2)
     assert not any(process.is_running() for process in engine)
     assert not list(server.shm_dir.iterdir())
-
-
-def _check_versions(completion: Completion, models: list[Path]) -> None:
-    ids = completion.response_ids.tolist()
-    expected = [reference_logprobs(folder, PROMPT, ids) for folder in models]
-    for span in completion.policy_version_spans:
-        part = slice(span.start, span.end)
-        np.testing.assert_allclose(completion.rollout_logprobs[part], expected[span.policy_version][part], atol=1e-4)

@@ -92,7 +92,7 @@ class GenerateRequest(_message.Message):
     """Unique per attempt; used by Abort and in logs."""
     num_samples: _builtins.int
     min_policy_version: _builtins.int
-    """Refuse with FAILED_PRECONDITION when the served version is older than this."""
+    """Refuse with UNAVAILABLE when the served version is older than this."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -70,7 +70,8 @@ class RolloutServiceServicer:
 
     def Generate(self, request, context):
         """Streams each completion of a group as it finishes. INVALID_ARGUMENT for ids outside the vocabulary, empty or
-        too long prompts; UNAVAILABLE while draining. Not idempotent unless seeds are given.
+        too long prompts; UNAVAILABLE while draining, or while an older version is served than the run or the request
+        requires. Not idempotent unless seeds are given.
         Cancelling the call aborts what is still running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,8 @@ class RolloutServiceStub:
     """Static facts and the current state. Idempotent."""
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Streams each completion of a group as it finishes. INVALID_ARGUMENT for ids outside the vocabulary, empty or
-    too long prompts; UNAVAILABLE while draining. Not idempotent unless seeds are given.
+    too long prompts; UNAVAILABLE while draining, or while an older version is served than the run or the request
+    requires. Not idempotent unless seeds are given.
     Cancelling the call aborts what is still running.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
@@ -56,7 +57,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Static facts and the current state. Idempotent."""
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams each completion of a group as it finishes. INVALID_ARGUMENT for ids outside the vocabulary, empty or
-    too long prompts; UNAVAILABLE while draining. Not idempotent unless seeds are given.
+    too long prompts; UNAVAILABLE while draining, or while an older version is served than the run or the request
+    requires. Not idempotent unless seeds are given.
     Cancelling the call aborts what is still running.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
@@ -84,7 +86,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
         """Streams each completion of a group as it finishes. INVALID_ARGUMENT for ids outside the vocabulary, empty or
-        too long prompts; UNAVAILABLE while draining. Not idempotent unless seeds are given.
+        too long prompts; UNAVAILABLE while draining, or while an older version is served than the run or the request
+        requires. Not idempotent unless seeds are given.
         Cancelling the call aborts what is still running.
         """
 
