@@ -193,6 +193,21 @@ class MemoryTransport:
         self.num_open += 1
         return MemoryLink(self, request, self._staging[address])
 
+    def link(self, server: StagingServer) -> MemoryLink:
+        """A way into the first worker of a server."""
+        request = LinkRequest(
+            push_id="link",
+            policy_version=0,
+            rank=0,
+            world_size=1,
+            server_id=server.layout.server_id,
+            worker=server.layout.workers[0],
+            num_workers=len(server.layout.workers),
+            collective_group="",
+            timeout_s=1.0,
+        )
+        return self.open(request, server.staging[0].endpoint[0])
+
     def close(self) -> None:
         """See `SourceTransport.close`."""
 

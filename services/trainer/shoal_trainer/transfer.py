@@ -1,7 +1,7 @@
 """TRANSFER on one rank: how each bucket crosses its link, and one thread per server, so that none waits for another's.
 
-Links of all workers of a server are open at once, and buckets go out in order of (index, worker rank): every rank and worker meets the
-others in the same order, as transports without a listening side need.
+Links of all workers of a server are open at once, and buckets go out in order of (index, worker rank), so that no worker waits until
+another one has everything.
 """
 
 from __future__ import annotations
@@ -80,11 +80,17 @@ class Encoder:
         self._tensors = tensors
         self._shadow = shadow
         self._source_id = source_id
+        # Servers of equal plans have equal buckets, whose bytes need hashing once.
         self._frozen_digests: dict[Bucket, int] = {}
+        self._unchanged_digests: dict[Bucket, int] = {}
 
-    def forget_digests(self) -> None:
+    def forget_plans(self) -> None:
         """Let go of the digests of frozen buckets; the plans have changed."""
         self._frozen_digests = {}
+
+    def forget_version(self) -> None:
+        """Let go of what was found out about the parameters; they have changed."""
+        self._unchanged_digests = {}
 
     def is_frozen(self, bucket: Bucket) -> bool:
         """Whether nothing of the bucket is trained."""
@@ -99,14 +105,14 @@ class Encoder:
         if base is None or base.source_id != self._source_id:
             return link.write_dense(bucket, self._live(bucket)), BucketEncoding.DENSE
         if self.is_frozen(bucket):
-            return self._frozen_digest(bucket), BucketEncoding.UNCHANGED
+            return self._digest_once(bucket, self._frozen_digests), BucketEncoding.UNCHANGED
         # One bucket beyond the shard: what is compared, sent and digested is cast once.
         pieces = [piece.to(torch_dtype(bucket.dtype)) for piece in self._live(bucket)]
         delta = self._delta(bucket, pieces, base.policy_version, compares=compares)
         if delta is None:
             return link.write_dense(bucket, pieces), BucketEncoding.DENSE
         if delta.positions.size == 0:
-            return digest_of(pieces, bucket.dtype), BucketEncoding.UNCHANGED
+            return self._digest_once(bucket, self._unchanged_digests), BucketEncoding.UNCHANGED
         link.write_delta(bucket, delta)
         return digest_of(pieces, bucket.dtype), BucketEncoding.DELTA
 
@@ -127,11 +133,10 @@ class Encoder:
             values=np.concatenate([as_array(pieces[i].cpu().reshape(-1)) for i in trained]),
         )
 
-    def _frozen_digest(self, bucket: Bucket) -> int:
-        """Computed once: every worker, server and push finds the same bytes."""
-        if bucket not in self._frozen_digests:
-            self._frozen_digests[bucket] = digest_of(self._live(bucket), bucket.dtype)
-        return self._frozen_digests[bucket]
+    def _digest_once(self, bucket: Bucket, known: dict[Bucket, int]) -> int:
+        if bucket not in known:
+            known[bucket] = digest_of(self._live(bucket), bucket.dtype)
+        return known[bucket]
 
     def _live(self, bucket: Bucket) -> list[Tensor]:
         return [self._tensors.piece(piece.source_name, piece.source_box) for piece in bucket.pieces]

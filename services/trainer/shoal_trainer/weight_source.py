@@ -154,6 +154,7 @@ class WeightSource:
             for part, base in push.servers
             if servers[part.server_id] is None
         }
+        self._encoder.forget_version()
         sent, stuck = send_to_all(pushes, self._transport, self._encoder, self._prepare_thread)
         self._stuck |= stuck
         # Whether a server got everything does not matter: one that did not has no complete version staged, and gets no delta next time.
@@ -226,7 +227,7 @@ class WeightSource:
             self._plans.pop(layout.server_id, None)
             if layout.server_id in plan.servers:
                 self._plans[layout.server_id] = _Planned(layout=layout, part=self._part(layout, plan.servers[layout.server_id]))
-        self._encoder.forget_digests()
+        self._encoder.forget_plans()
         self._drop_old_plans({target.layout.server_id for target in targets})
 
     def _prepare_links(self, parts: Sequence[ServerPart]) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from shoal_trainer import transfer as transfer_module
 from torch import Tensor, nn
 
 from shoal.config.models import PushSection, SecuritySection
 from shoal.types.weights import BucketEncoding, StagedVersion
 from shoal.weights.transports.factory import open_source_transport
+from shoal.weights.transports.pieces import digest_of
 from tests.helpers.layouts import decoder_shapes, decoder_sink
 from tests.helpers.weight_source import PushRig, StagingServer, closing, encodings
 
@@ -77,6 +79,27 @@ def test_nothing_is_sent_where_nothing_changed() -> None:
     rig.step(names=["norm"])
     assert encodings(rig.push()["a"]) == UNCHANGED | DELTA
     rig.expect(a)
+
+
+def test_bytes_that_go_to_nobody_are_hashed_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = server("a"), server("b")
+    rig = Rig(a, b, frozen=["embed"])
+    rig.push()
+    rig.step(names=())
+    hashed: list[int] = []
+
+    def counting(pieces: Sequence[Tensor], dtype: str) -> int:
+        hashed.append(len(pieces))
+        return digest_of(pieces, dtype)
+
+    monkeypatch.setattr(transfer_module, "digest_of", counting)
+    buckets = [bucket for server_id in ("a", "b") for bucket in rig.source._plans[server_id].part.pairs[0].buckets]
+    link = rig.memory.link(a)
+    for _ in range(2):
+        sent = [rig.source._encoder.send(bucket, link, a.staged, compares=True) for bucket in buckets]
+        assert {encoding for _, encoding in sent} == UNCHANGED
+        assert sent[: len(sent) // 2] == sent[len(sent) // 2 :]
+        assert len(hashed) == len(buckets) // 2
 
 
 def test_buckets_that_changed_in_most_elements_go_dense() -> None:
