@@ -87,6 +87,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         self.renewed: asyncio.Queue[str] = asyncio.Queue()
         self.deregistered: asyncio.Queue[str] = asyncio.Queue()
         self.failure: Exception | None = None
+        self.required_policy_version = 0
         self._lease_id = ""
         self._num_leases = 0
 
@@ -99,13 +100,15 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         self._num_leases += 1
         self._lease_id = f"lease-{self._num_leases}"
         self.registered.put_nowait(request)
-        return registry_pb2.RegisterResponse(lease_id=self._lease_id, lease_s=self.lease_s)
+        return registry_pb2.RegisterResponse(
+            lease_id=self._lease_id, lease_s=self.lease_s, required_policy_version=self.required_policy_version
+        )
 
     async def Renew(self, request: registry_pb2.RenewRequest, context: Any) -> registry_pb2.RenewResponse:  # noqa: ANN401
         if request.lease_id != self._lease_id:
             raise NotFoundError(f"no lease {request.lease_id}; register again")
         self.renewed.put_nowait(request.service_id)
-        return registry_pb2.RenewResponse(lease_s=self.lease_s)
+        return registry_pb2.RenewResponse(lease_s=self.lease_s, required_policy_version=self.required_policy_version)
 
     async def Deregister(self, request: registry_pb2.DeregisterRequest, context: Any) -> registry_pb2.DeregisterResponse:  # noqa: ANN401
         self.deregistered.put_nowait(request.lease_id)

@@ -148,7 +148,7 @@ class SilentRollout:
 
     def __init__(self, sink: ScriptedSink | None = None) -> None:
         self.sink = ScriptedSink(make_layout("rollout-0")) if sink is None else sink
-        self.claimed_version: int | None = None
+        self.generate_error: ShoalError | None = None
         self.num_described = 0
         self.described = asyncio.Event()
 
@@ -162,7 +162,7 @@ class SilentRollout:
             max_model_len=8,
             tensor_parallel_size=1,
             weight_dtype="float32",
-            policy_version=self.sink.served_version if self.claimed_version is None else self.claimed_version,
+            policy_version=self.sink.served_version,
             num_running=0,
             draining=False,
         )
@@ -180,6 +180,8 @@ class SilentRollout:
     ) -> AsyncGenerator[Completion, None]:
         assert min_policy_version == self.sink.served_version
         assert (sampling.temperature, num_samples, list(seeds)) == (0.0, 1, [])
+        if self.generate_error is not None:
+            raise self.generate_error
         yield make_completion(0, [GREEDY_ID, 1], policy_version=self.sink.served_version)
 
     async def close(self) -> None:

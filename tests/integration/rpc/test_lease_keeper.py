@@ -41,6 +41,29 @@ async def test_lease_keeper_lost_lease_registers_again_with_the_current_version(
         assert registry.deregistered.get_nowait() == "lease-2"
 
 
+async def test_lease_keeper_tells_each_new_required_version_before_it_is_entered() -> None:
+    registry = FakeRegistry()
+    registry.required_policy_version = 50
+    told: list[int] = []
+    async with (
+        serving(register_registry(registry), REGISTRY_SERVICE) as address,
+        asyncio.timeout(LIMIT_S),
+        LeaseKeeper(address, SERVICE, PLAINTEXT, on_required_version=told.append) as lease,
+    ):
+        assert told == [50]
+        await registry.renewed.get()
+        registry.required_policy_version = 51
+        while len(told) < 2:
+            await registry.renewed.get()
+        registry.required_policy_version = 0
+        registry.forget()
+        await registry.registered.get()
+        while len(told) < 3:
+            await registry.renewed.get()
+        assert lease.required_policy_version == 0
+    assert told == [50, 51, 0]
+
+
 async def test_lease_keeper_survives_a_restart_of_the_coordinator() -> None:
     first, second = FakeRegistry(), FakeRegistry()
     async with asyncio.timeout(60):

@@ -7,9 +7,13 @@ import dataclasses
 
 import pytest
 from shoal_coordinator.registry import Registry, RegistryChange, RegistryEvent
+from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
 
+from shoal.clients.registry import RegistryClient
 from shoal.errors import InvalidRequestError, NotFoundError, UnavailableError
+from shoal.rpc.v1 import registry_pb2_grpc
 from shoal.types import ServiceInfo, ServiceKind
+from tests.helpers.rpc_services import PLAINTEXT, serving
 
 
 class FakeClock:
@@ -46,6 +50,21 @@ def test_registry_expires_a_lease_that_is_not_renewed() -> None:
     assert [event.change for event in events] == [RegistryChange.JOINED, RegistryChange.EXPIRED]
     with pytest.raises(NotFoundError, match="register again"):
         registry.renew("rollout-0", lease.lease_id)
+
+
+async def test_registry_servicer_says_which_version_is_required() -> None:
+    registry, _ = make_registry(FakeClock())
+    async with (
+        serving(
+            lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(registry), server), SERVICE_NAME
+        ) as address,
+        RegistryClient(address, PLAINTEXT) as client,
+    ):
+        first = await client.register(make_info(), timeout_s=5.0)
+        registry.required_policy_version = 50
+        renewed = await client.renew("rollout-0", first.lease_id, timeout_s=5.0)
+        again = await client.register(make_info(), timeout_s=5.0)
+    assert [grant.required_policy_version for grant in (first, renewed, again)] == [0, 50, 50]
 
 
 def test_registry_replaces_a_restarted_service_and_ends_the_old_lease() -> None:

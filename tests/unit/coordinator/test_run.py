@@ -32,6 +32,13 @@ async def test_run_trains_evaluates_exports_and_reports(tmp_path: Path) -> None:
     assert (report["state"], report["steps"], report["samples"], report["tokens"]) == ("finished", 2, 8, 40)
     assert (report["accuracy_before"], report["accuracy_after"]) == (0.0, 0.2)
     assert report["export_folder"] == str(tmp_path / "export")
+    assert {key: report["pushes"][key] for key in ("num_pushes", "num_committed", "sent_bytes", "dense_bytes", "max_pause_ms")} == {
+        "num_pushes": 2,
+        "num_committed": 2,
+        "sent_bytes": 17,
+        "dense_bytes": 32,
+        "max_pause_ms": 3.0,
+    }
     assert run.log[-1] == "actor export"
 
 
@@ -101,6 +108,7 @@ async def test_run_writes_the_agreed_metrics(tmp_path: Path) -> None:
     assert (metrics["reward"], metrics["reward_std"], metrics["response_length"]) == (0.5, 0.5, 3.0)
     assert (metrics["kl"], metrics["actor_loss"], metrics["critic_loss"], metrics["critic_value_mean"]) == (0.1, 0.5, 0.5, 0.5)
     assert (metrics["num_tokens"], metrics["push_pause_ms"], metrics["actor_update_applied"]) == (20, 3.0, 1.0)
+    assert (metrics["push_bytes"], metrics["push_sent_bytes"], metrics["push_delta_share"], metrics["num_aborted"]) == (16, 16, 1.0, 0.0)
     for stage in ("rollout_s", "reward_s", "queue_s", "forward_s", "advantages_s", "update_s", "push_s", "step_s", "control_s"):
         assert metrics[stage] >= 0.0
     assert metrics["control_s"] <= metrics["step_s"]

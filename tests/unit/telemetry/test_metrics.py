@@ -37,6 +37,11 @@ def test_metric_made_twice_is_one() -> None:
         histogram("test", "twice", "bytes", "Bytes.")
 
 
+def test_metric_may_be_named_by_service_and_unit_alone() -> None:
+    counter("test", None, "bytes", "Bytes.").inc(3)
+    assert sample_value("shoal_test_bytes_total") == 3
+
+
 @pytest.mark.parametrize("part", ["", "Upper", "with-dash", "1st", "a b"])
 def test_metric_name_refuses_other_than_snake_case(part: str) -> None:
     with pytest.raises(ConfigError, match="snake case"):
