@@ -13,16 +13,8 @@ from shoal.errors import ConfigError, UnavailableError
 from shoal.rpc.channel import open_channel
 from shoal.rpc.health import is_serving
 from shoal.rpc.server import RpcServer
+from tests.helpers.certificates import issue
 from tests.helpers.rpc_services import PLAINTEXT, REWARD_SERVICE, FakeReward, register_reward, serving
-
-
-def _issue(folder: Path, name: str, ca: trustme.CA, trusted: trustme.CA) -> SecuritySection:
-    cert = ca.issue_cert("127.0.0.1", "localhost")
-    paths = {"ca_file": folder / f"{name}-ca.pem", "cert_file": folder / f"{name}-cert.pem", "key_file": folder / f"{name}-key.pem"}
-    trusted.cert_pem.write_to_path(paths["ca_file"])
-    cert.cert_chain_pems[0].write_to_path(paths["cert_file"])
-    cert.private_key_pem.write_to_path(paths["key_file"])
-    return SecuritySection(insecure=False, **{key: str(path) for key, path in paths.items()})
 
 
 @pytest.fixture
@@ -32,7 +24,7 @@ def ca() -> trustme.CA:
 
 @pytest.fixture
 def security(tmp_path: Path, ca: trustme.CA) -> SecuritySection:
-    return _issue(tmp_path, "service", ca, ca)
+    return issue(tmp_path, "service", ca, ca)
 
 
 async def test_mtls_call_and_health_pass_with_certificates_of_one_ca(security: SecuritySection) -> None:
@@ -55,7 +47,7 @@ async def test_mtls_plaintext_client_is_refused(security: SecuritySection) -> No
 
 async def test_mtls_client_of_another_ca_is_refused(security: SecuritySection, tmp_path: Path, ca: trustme.CA) -> None:
     # It trusts the server, but the server does not trust it.
-    stranger = _issue(tmp_path, "stranger", trustme.CA(), ca)
+    stranger = issue(tmp_path, "stranger", trustme.CA(), ca)
     async with (
         serving(register_reward(FakeReward()), REWARD_SERVICE, security=security) as address,
         RewardClient(address, stranger) as client,
@@ -65,7 +57,7 @@ async def test_mtls_client_of_another_ca_is_refused(security: SecuritySection, t
 
 
 async def test_mtls_server_of_another_ca_is_refused(security: SecuritySection, tmp_path: Path, ca: trustme.CA) -> None:
-    impostor = _issue(tmp_path, "impostor", trustme.CA(), ca)
+    impostor = issue(tmp_path, "impostor", trustme.CA(), ca)
     async with (
         serving(register_reward(FakeReward()), REWARD_SERVICE, security=impostor) as address,
         RewardClient(address, security) as client,
