@@ -6,9 +6,10 @@ from typing import Any
 
 import httpx
 
-from shoal.errors import ConfigError, NotFoundError, UnavailableError
+from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError, UnavailableError
 
 _TIMEOUT_S = 10.0
+_ERRORS: dict[int, type[ShoalError]] = {409: StateError, 504: DeadlineError}
 
 
 class CoordinatorApi:
@@ -51,17 +52,31 @@ class CoordinatorApi:
         """POST pause, resume or stop."""
         return self._send("POST", f"/v1/{name}")
 
+    def verify_weights(self, timeout_s: float) -> dict[str, Any]:
+        """Compare the servers' weights with the trainer's. Raises: StateError: nothing to compare yet. DeadlineError: not in time."""
+        return self._send("POST", f"/v1/weights/verify?timeout_s={timeout_s:g}", timeout_s=timeout_s + _TIMEOUT_S)
+
     def _get(self, path: str) -> dict[str, Any]:
         return self._send("GET", path)
 
-    def _send(self, method: str, path: str) -> dict[str, Any]:
+    def _send(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
         try:
-            answer = self._client.request(method, path)
+            answer = self._client.request(method, path, timeout=timeout_s)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
+        if answer.status_code in _ERRORS:
+            raise _ERRORS[answer.status_code](_error_text(answer))
         if answer.status_code >= 400:
             raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {answer.text[:500]}")
         return _body(answer, f"{self.base_url}{path}")
+
+
+def _error_text(answer: httpx.Response) -> str:
+    """What a coordinator says is wrong; the body of anybody else."""
+    try:
+        return str(answer.json()["error"]["what"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:500]
 
 
 def _body(answer: httpx.Response, url: str) -> dict[str, Any]:

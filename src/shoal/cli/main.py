@@ -15,6 +15,9 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training of language models as services."
 )
 
+weights_app = typer.Typer(no_args_is_help=True, help="The weights that rollout servers compute with.")
+app.add_typer(weights_app, name="weights")
+
 _EXIT_INTERRUPTED = 130
 
 
@@ -100,6 +103,18 @@ def plan(
         same_host=same_host,
     )
     show_plan(options, Console(), as_json=as_json)
+
+
+@weights_app.command()
+def verify(
+    address: Annotated[str, typer.Option(help="the coordinator's REST address")] = "http://127.0.0.1:8080",
+    timeout_s: Annotated[float, typer.Option(min=1, max=3600, help="seconds to wait until the weights are free and compared")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print the API's answer")] = False,
+) -> None:
+    """Compare every server's live weights with the trainer's; exit code 1 if one differs."""
+    from shoal.cli.weights import verify_weights
+
+    raise typer.Exit(verify_weights(address, timeout_s, Console(), as_json=as_json))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
