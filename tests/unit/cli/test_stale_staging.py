@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.local.stale import remove_stale_staging
-from shoal.weights.transports.shm import ShmSinkTransport
+from shoal.weights.transports.shm import ShmStaging
 
 NAME = "run-rollout-0-p17-w0"
 
 
 def test_staging_that_a_worker_holds_stays_and_goes_with_it(tmp_path: Path) -> None:
-    sink = ShmSinkTransport(str(tmp_path), NAME, 16)
+    sink = ShmStaging(str(tmp_path), NAME, 16)
     assert remove_stale_staging(str(tmp_path)) == []
-    assert Path(sink.address).exists()
+    assert Path(sink.endpoint[1]).exists()
     sink.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -65,6 +65,12 @@ class OwnedFile:
         """Where it is."""
         return str(self._path)
 
+    @property
+    def identity(self) -> Identity:
+        """What a reader checks it by. Raises: OSError: closed."""
+        status = os.fstat(self.descriptor)
+        return Identity(status.st_dev, status.st_ino, status.st_size)
+
     def close(self) -> None:
         """Remove the file, once, and let go of the lock."""
         if self._open:
