@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.types import Box
+from shoal.types import Box, SinkRegion
 
 if TYPE_CHECKING:
     from shoal_rollout.engine_model import EngineModel
@@ -23,11 +23,17 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
 
 def stage_copies(model: EngineModel, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What staging holds after a dense push: regions copied and cast, the rest zero."""
-    staged = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in model.parameters}
+    regions: dict[str, list[SinkRegion]] = {name: [] for name, _, _ in model.parameters}
     for region in model.regions:
-        staged[region.parameter][_slices(region.parameter_box)] = source[region.source_name][_slices(region.source_box)].to(
-            staged[region.parameter].dtype
-        )
+        regions[region.parameter].append(region)
+    return {name: stage_regions(shape, getattr(torch, dtype), regions[name], source) for name, shape, dtype in model.parameters}
+
+
+def stage_regions(shape: tuple[int, ...], dtype: torch.dtype, regions: Iterable[SinkRegion], source: Mapping[str, Tensor]) -> Tensor:
+    """What staging holds of one parameter."""
+    staged = torch.zeros(shape, dtype=dtype)
+    for region in regions:
+        staged[_slices(region.parameter_box)] = source[region.source_name][_slices(region.source_box)].to(dtype)
     return staged
 
 

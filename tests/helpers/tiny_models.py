@@ -56,10 +56,11 @@ def tiny_config(
     architecture: Architecture, *, tied: bool, hidden_size: int = 128, num_layers: int = 2, **overrides: object
 ) -> PreTrainedConfig:
     """Describe a tiny model with 4 query heads and 2 key-value heads of 32 (the smallest head that the CPU engine supports)."""
-    special = {"bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": 0, "tie_word_embeddings": tied, **overrides}
+    ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": 0}
+    special = {**ids, "tie_word_embeddings": tied, **overrides}
     if architecture == "gpt2":
-        return GPT2Config(vocab_size=VOCAB_SIZE, n_embd=hidden_size, n_layer=num_layers, n_head=4, n_positions=MAX_POSITIONS, **special)
-    shared = {"vocab_size": VOCAB_SIZE, "hidden_size": hidden_size, "num_hidden_layers": num_layers, "num_attention_heads": 4}
+        return GPT2Config(n_embd=hidden_size, n_layer=num_layers, n_head=4, n_positions=MAX_POSITIONS, **special)
+    shared = {"hidden_size": hidden_size, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     if architecture == "opt":
         sizes = {"ffn_dim": 2 * hidden_size, "max_position_embeddings": MAX_POSITIONS, "word_embed_proj_dim": hidden_size}
         return OPTConfig(**shared, **sizes, **special)
