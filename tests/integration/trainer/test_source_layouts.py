@@ -1,4 +1,4 @@
-"""What real ranks say that they hold is what they hold, for every kind of sharding."""
+"""What real ranks say that they hold is what they hold and what a server gets, for every kind of sharding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import torch
 from shoal.types.weights import Box
 from shoal.weights import boxes
 from tests.helpers.trainer_bench import run_config, run_ranks
-from tests.helpers.trainer_layouts import NUM_RANKS, PLACED, SHAPES, assemble, full_tensors, layouts_job
+from tests.helpers.trainer_layouts import MODULE_LAYOUTS, NUM_RANKS, PLACED, SHAPES, assemble, full_tensors, layouts_job
 
 pytestmark = pytest.mark.timeout(240)
-
-MODULE_LAYOUTS = {"plain": 4, "tp 2": 2, "fsdp x tp": 4, "hsdp": 4, "fsdp 1": 1, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4}
-"""By name: ranks that take part."""
 
 Held = dict[str, Any]
 
@@ -32,13 +29,13 @@ def check(ranks: list[Held], layout: str, name: str) -> list[set[Box]]:
     full = full_tensors()[name]
     by_rank: list[set[Box]] = []
     for held in ranks:
-        pieces = held[layout]["pieces"].get(name, [])
+        pieces = held["held"][layout]["pieces"].get(name, [])
         by_rank.append({Box(offsets=tuple(offsets), sizes=tuple(sizes)) for offsets, sizes, _ in pieces})
         for offsets, sizes, values in pieces:
             cut = full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
             assert torch.equal(values, cut), (layout, name, offsets)
     assert boxes.cover_fault(boxes.whole(tuple(full.shape)), tuple(set().union(*by_rank))) is None
-    everything = [piece for held in ranks for piece in held[layout]["pieces"].get(name, [])]
+    everything = [piece for held in ranks for piece in held["held"][layout]["pieces"].get(name, [])]
     assert torch.equal(assemble(full, everything), full)
     return by_rank
 
@@ -76,4 +73,14 @@ def test_fsdp_of_tensor_parallel_rows_cuts_what_tensor_parallelism_left(ranks: l
 
 
 def test_boxes_are_found_without_any_collective(ranks: list[Held]) -> None:
-    assert {layout["collectives"] for held in ranks for layout in held.values()} == {0}
+    assert {layout["collectives"] for held in ranks for layout in held["held"].values()} == {0}
+
+
+@pytest.mark.parametrize("layout", MODULE_LAYOUTS)
+def test_a_server_gets_every_tensor_without_any_collective(ranks: list[Held], layout: str) -> None:
+    outcome = ranks[0]["pushed"][layout]
+    assert outcome["errors"] == [""] * MODULE_LAYOUTS[layout]
+    assert outcome["equal"]
+    assert {held["pushed"][layout]["collectives"] for held in ranks} == {0}
+    # Replicas share the work.
+    assert outcome["senders"] == list(range(MODULE_LAYOUTS[layout]))
