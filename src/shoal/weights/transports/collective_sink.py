@@ -255,8 +255,9 @@ class ReceiverSession:
         for rank in kept.keys() - buckets.keys():
             self._groups[rank] = kept[rank]
         self._missing = set(buckets)
-        if not buckets:
-            self._move(ReceiverState.RECEIVED)
+        with self._changed:
+            if not buckets:
+                self._move(ReceiverState.RECEIVED)
         for rank, pair in buckets.items():
             name = f"push from rank {rank}"
             threading.Thread(target=self._receive_from, args=(rank, pair, kept.get(rank)), name=name, daemon=True).start()
