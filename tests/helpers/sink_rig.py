@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -105,3 +107,13 @@ class SinkRig:
     def sampling(num_tokens: int) -> SamplingParams:
         """A request of so many tokens."""
         return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
+
+@asynccontextmanager
+async def open_rig(folder: Path, *, num_workers: int = 1, unreadable: Collection[str] = ()) -> AsyncIterator[SinkRig]:
+    """A rig that must leave its folder empty, whatever the test did to its engine."""
+    rig = SinkRig(folder, num_workers=num_workers, unreadable=unreadable)
+    yield rig
+    rig.engine.failures, rig.engine.gates = {}, {}
+    await rig.close()
+    assert os.listdir(folder) == [], "staging was left behind"

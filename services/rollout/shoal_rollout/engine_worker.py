@@ -56,13 +56,17 @@ class EngineWorker:
 
         return _answer(run)
 
-    def shoal_plan(self, push_id: str, policy_version: int, plan_hash: str, buckets: Plain, reception: Plain) -> Plain:
-        """Learn what will be written; buckets and ranks by worker rank."""
+    def shoal_add_buckets(self, plan_hash: str, part: int, buckets: Plain) -> Plain:
+        """Learn a part of a plan; buckets by worker rank."""
+        return _answer(lambda: _require(self).add_buckets(plan_hash, part, buckets_from_plain(buckets[self.rank])))
+
+    def shoal_plan(self, push_id: str, policy_version: int, plan_hash: str, reception: Plain) -> Plain:
+        """Begin to be written to; the ranks that are to be met by worker rank."""
 
         def run() -> Plain:
             group, address, timeout_s, ranks = reception
             meeting = Reception(group=group, address=address, timeout_s=timeout_s, ranks=ranks[self.rank])
-            _require(self).plan(push_id, policy_version, plan_hash, buckets_from_plain(buckets[self.rank]), meeting)
+            _require(self).plan(push_id, policy_version, plan_hash, meeting)
 
         return _answer(run)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shoal.config.models import PushSection
 from shoal.telemetry.logs import get_logger
@@ -18,6 +19,8 @@ log = get_logger(__name__)
 
 STEP_S = 0.02
 """How long the engine's workers check, pack or digest between two steps of generation."""
+PART_PIECES = 2000
+"""Pieces of a plan that are handed to the workers at once."""
 
 
 class SinkWorkers:
@@ -51,15 +54,16 @@ class SinkWorkers:
         Args:
             group: Name that the workers and the ranks meet under; empty if the plan does not use that transport.
         """
-        buckets: list[Plain] = [[] for _ in layout.workers]
-        ranks: list[list[int]] = [[] for _ in layout.workers]
+        num_workers = len(layout.workers)
+        for part, buckets in enumerate(await asyncio.to_thread(lambda: list(_plan_parts(plan, num_workers)))):
+            await self._call("shoal_add_buckets", plan.plan_hash, part, buckets)
+        ranks: list[list[int]] = [[] for _ in range(num_workers)]
         for rank, worker_rank in plan.pairs():
-            buckets[worker_rank].extend(buckets_to_plain(plan.buckets(rank, worker_rank)))
             if plan.transport_of(rank, worker_rank) == "collective":
                 ranks[worker_rank].append(rank)
         address = layout.workers[0].endpoints.get("collective", "")
         reception = [group, address, max(push.expires_at_s - time.monotonic(), 0.0), ranks]
-        await self._call("shoal_plan", push.push_id, push.policy_version, plan.plan_hash, buckets, reception)
+        await self._call("shoal_plan", push.push_id, push.policy_version, plan.plan_hash, reception)
 
     async def verify(self, pairs: Sequence[PairDigests], check_time: Callable[[], None]) -> int:
         """Check every bucket and ready the swap; generation goes on in between.
@@ -112,3 +116,17 @@ class SinkWorkers:
 
     async def _call(self, method: str, *args: Plain) -> list[Plain]:
         return await self._engine.call_workers(method, *args)
+
+
+def _plan_parts(plan: ServerPlan, num_workers: int) -> Iterator[list[Plain]]:
+    """The buckets by worker rank, in parts that hold up generation for milliseconds only; at least one."""
+    part: list[Plain] = [[] for _ in range(num_workers)]
+    num_pieces = 0
+    for rank, worker_rank in plan.pairs():
+        for bucket in plan.buckets(rank, worker_rank):
+            part[worker_rank].extend(buckets_to_plain([bucket]))
+            num_pieces += len(bucket.pieces)
+            if num_pieces >= PART_PIECES:
+                yield part
+                part, num_pieces = [[] for _ in range(num_workers)], 0
+    yield part

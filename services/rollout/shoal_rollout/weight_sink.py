@@ -325,9 +325,13 @@ class WeightSink:
 
     def _end_push(self, end: PushEnd) -> None:
         """Forget the current push, before the workers do: nothing of it can be committed from now on."""
+        was_written = self._state is SinkState.PLANNED
         self._state = advance(self._state, SinkState.IDLE)
         self._push, self._plan, self._verified = None, None, None
         self._receivers.disarm()
+        if was_written:
+            # The workers leave these files, and this must not keep their memory.
+            self._receivers.close()
         self._expiry.stop()
         count_end(end)
 

@@ -2,7 +2,7 @@
 
 Stages, driven by `WeightSink` in the server process; calls come one at a time, between the engine's steps:
 
-    prepare -> plan -> (trainer writes) -> start_verify -> step_verify ... -> commit -> free | drop
+    prepare -> add_buckets ... -> plan -> (trainer writes) -> start_verify -> step_verify ... -> commit -> free | drop
 
 Steps have a time budget, so that generation goes on between them.
 """
@@ -81,6 +81,7 @@ class WorkerSink:
         self._staging: StagingBuffer | None = None
         self._num_stagings = 0
         self._push_id = ""
+        self._parts: list[tuple[Bucket, ...]] = []
         self._plan: _Plan | None = None
         self._committed_plan: _Plan | None = None
         self._work: Iterator[Apply | None] | None = None
@@ -106,19 +107,28 @@ class WorkerSink:
             self._open_staging(push, name)
         return self._layout(push, host), self._content.is_complete
 
-    def plan(
-        self, push_id: str, policy_version: int, plan_hash: str, buckets: tuple[Bucket, ...], reception: Reception | None = None
-    ) -> None:
-        """Learn what will be written, and begin to receive; from now on staging holds no complete version. Repeating does no harm.
+    def add_buckets(self, plan_hash: str, part: int, buckets: tuple[Bucket, ...]) -> None:
+        """Learn a part of a plan. Part 0 begins anew.
+
+        Raises: StateError: the parts before it are not there.
+        """
+        if part == 0:
+            self._parts = []
+        if part != len(self._parts):
+            raise StateError(f"part {part} of plan {plan_hash} came after {len(self._parts)} parts on worker {self._rank}; plan again")
+        self._parts.append(buckets)
+
+    def plan(self, push_id: str, policy_version: int, plan_hash: str, reception: Reception) -> None:
+        """Begin to be written to by the plan whose parts were added; from now on staging holds no complete version.
 
         Args:
-            buckets: All buckets of this worker, of every rank.
             reception: Where to meet the ranks that send over the collective transport.
         """
         self._require_staging()
+        buckets = tuple(bucket for part in self._parts for bucket in part)
         self._content.begin(push_id)
-        self._push_id, self._plan = push_id, _Plan(plan_hash, buckets)
-        if reception is not None and reception.ranks:
+        self._push_id, self._plan, self._parts = push_id, _Plan(plan_hash, buckets), []
+        if reception.ranks:
             self._receiver.start(push_id, policy_version, buckets, reception, self._staging_device)
 
     def start_verify(self, pairs: Sequence[PairDigests]) -> None:

@@ -6,8 +6,9 @@ Invariants: only the moves of the table happen; every stage repeats harmlessly; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from shoal_rollout.sink_push import PushEnd
@@ -18,7 +19,7 @@ from shoal.telemetry.metrics import sample_value
 from shoal.types import InflightMode, SourceLayout
 from shoal.types.weights import BucketEncoding, PairDigests
 from tests.helpers.push_trainer import with_wrong_digest
-from tests.helpers.sink_rig import SinkRig
+from tests.helpers.sink_rig import SinkRig, open_rig
 
 NO_PAIRS: tuple[PairDigests, ...] = ()
 NO_SOURCE = SourceLayout(source_id="gang", tensors=(), places=())
@@ -28,6 +29,12 @@ STAGES: dict[str, _Stage] = {
     "verify": lambda rig: rig.sink.verify("a", 1, "hash", NO_PAIRS),
     "commit": lambda rig: rig.commit(),
 }
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[SinkRig]:
+    async with open_rig(tmp_path) as opened:
+        yield opened
 
 
 def _num_ended(end: PushEnd) -> float:

@@ -8,6 +8,8 @@ fails half way is never followed by serving, and one that is refused has changed
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from shoal_rollout.generation import Generation
@@ -16,9 +18,15 @@ from shoal_rollout.sink_states import SinkState
 
 from shoal.errors import InternalError, StateError
 from shoal.types import Completion, FinishReason, InflightMode
-from tests.helpers.sink_rig import SinkRig
+from tests.helpers.sink_rig import SinkRig, open_rig
 
 COMMIT_CALLS = ["pause keep", "shoal_commit", "finish_swap 1", "resume"]
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[SinkRig]:
+    async with open_rig(tmp_path) as opened:
+        yield opened
 
 
 def _generation(rig: SinkRig) -> Generation:

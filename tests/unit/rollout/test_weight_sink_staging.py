@@ -12,27 +12,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shoal_rollout import sink_workers
 
 from shoal.errors import StateError, TransportError
 from shoal.types.weights import BucketEncoding, StagedVersion
 from shoal.weights.transports.base import LinkRequest
 from shoal.weights.transports.factory import open_source_transport
 from tests.helpers.push_trainer import SECURITY
-from tests.helpers.sink_rig import SinkRig
+from tests.helpers.sink_rig import SinkRig, open_rig
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[SinkRig]:
+    async with open_rig(tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
 async def two_workers(tmp_path: Path) -> AsyncIterator[SinkRig]:
-    opened = SinkRig(tmp_path, num_workers=2)
-    yield opened
-    await opened.close()
+    async with open_rig(tmp_path, num_workers=2) as opened:
+        yield opened
 
 
 @pytest.fixture
 async def unreadable(tmp_path: Path) -> AsyncIterator[SinkRig]:
-    opened = SinkRig(tmp_path, unreadable=("b",))
-    yield opened
-    await opened.close()
+    async with open_rig(tmp_path, unreadable=("b",)) as opened:
+        yield opened
 
 
 async def test_staging_is_complete_from_verify_until_the_next_plan(rig: SinkRig) -> None:
@@ -205,6 +210,17 @@ async def test_every_worker_gets_its_buckets_and_one_wrong_worker_stops_all(two_
     await rig.push_all("b", 2, unchanged=("a", "b"))
     assert rig.live(0) == rig.live(1) == {"a": 1, "b": 2, "c": 4}
     assert [model.prepared[-1] for model in rig.models] == [{"c"}, {"c"}]
+
+
+async def test_a_long_plan_reaches_the_workers_in_parts(two_workers: SinkRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_workers, "PART_PIECES", 2)
+    rig = two_workers
+    rig.set(a=1, b=2, c=3)
+    await rig.push_all()
+    assert rig.engine.calls.count("shoal_add_buckets") == 4
+    assert rig.live(0) == rig.live(1) == {"a": 1, "b": 2, "c": 3}
+    with pytest.raises(StateError, match="part 2 of plan hash came after 0 parts"):
+        rig.engine.workers.call("shoal_add_buckets", "hash", 2, [[], []])
 
 
 async def test_digests_of_the_live_weights_equal_the_trainers_zeros_of_either_sign(two_workers: SinkRig) -> None:
