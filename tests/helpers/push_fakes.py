@@ -58,7 +58,7 @@ def piece_digests(plan: ServerPlan, policy_version: int, corrupt: Mapping[str, i
 class ScriptedSink:
     """A rollout server that serves a version and follows the protocol's rules; `faults[stage]` happen one after the other.
 
-    corrupt: parameters whose live weights are wrong until a push sends everything. lost_answers: commits that happen unanswered.
+    corrupt: parameters whose live weights are wrong until a push sends everything, but for the first `sticky` such pushes. lost_answers: commits that happen unanswered.
     """
 
     def __init__(self, layout: SinkLayout, served_version: int = 0, settings: PushSection = _SETTINGS) -> None:
@@ -70,6 +70,7 @@ class ScriptedSink:
         self.pause_ms = 3.0
         self.num_aborted = 0
         self.corrupt: dict[str, int] = {}
+        self.sticky = 0
         self.collective_group = ""
         self.calls: list[str] = []
         self.expires_s: list[float] = []
@@ -114,7 +115,8 @@ class ScriptedSink:
         await self._enter("commit", timeout_s)
         self._require(self.verified_push == push_id or self.served_version == policy_version, f"push {push_id} is not verified")
         if self.verified_push == push_id and set(self.encodings[-1]) == {BucketEncoding.DENSE}:
-            self.corrupt = {}
+            self.corrupt = self.corrupt if self.sticky else {}
+            self.sticky = max(0, self.sticky - 1)
         self.served_version = policy_version
         self.staged_push = self.verified_push = None
         if self.lost_answers:

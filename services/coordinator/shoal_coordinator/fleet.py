@@ -296,7 +296,7 @@ class Fleet:
         self._history.add_audit(report)
         for name, server in report.servers.items():
             if server.differs:
-                members[name].wrong = f"its weights differ from the trainer's in {server.first_difference}"
+                members[name].note_wrong(f"its weights differ from the trainer's in {server.first_difference}")
         self._wake()
         return report
 

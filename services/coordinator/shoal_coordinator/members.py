@@ -62,6 +62,10 @@ class RolloutMember:
         if self.failing_since_s is None:
             self.failing_since_s = now_s
 
+    def note_wrong(self, what: str) -> None:
+        """An audit has found other weights in it; only a push of everything repairs that."""
+        self.wrong, self.needs_dense = what, True
+
     def note_version(self, policy_version: int) -> bool:
         """It says which version it serves; whether that is another one than was thought."""
         if policy_version == self.served_version:

@@ -44,6 +44,9 @@ log = get_logger(__name__)
 MAX_PLANS = 64
 """Plans kept of servers that are not in the present push."""
 
+ANSWER_RESERVE_S = 3.0
+"""Of TRANSFER's deadline, kept for saying that a server is too slow while the caller still listens; at most 0.4 of it."""
+
 _WIRES = frozenset({"grpc", "collective"})
 """Transports whose bytes cost more than finding out which of them changed."""
 
@@ -288,7 +291,7 @@ class WeightSource:
             part=part,
             base=base,
             collective_group=groups.get(part.server_id, ""),
-            deadline=started_s + self._settings.transfer_timeout_s,
+            deadline=started_s + sending_s(self._settings.transfer_timeout_s),
         )
 
     def _piece_digests(self, part: ServerPart) -> Iterator[PieceDigests]:
@@ -299,6 +302,11 @@ class WeightSource:
                 for piece in bucket.pieces
             )
             yield PieceDigests(rank=self._identity.rank, worker_rank=pair.worker.worker_rank, xxh3=tuple(digests))
+
+
+def sending_s(transfer_timeout_s: float) -> float:
+    """How long a rank sends to a server: one that is too slow must not cost the others the push."""
+    return transfer_timeout_s - min(ANSWER_RESERVE_S, 0.4 * transfer_timeout_s)
 
 
 def _base(target: SinkTarget) -> StagedVersion | None:

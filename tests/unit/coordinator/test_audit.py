@@ -202,6 +202,22 @@ async def test_audit_that_finds_a_difference_repairs_it_before_the_next_step(tmp
     assert pushes == [(1, "step"), (2, "step"), (2, "catch_up"), (3, "step")]
 
 
+async def test_a_server_that_differs_gets_everything_even_if_the_next_step_is_faster_than_its_repair(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, run={"steps": 2}, push={"audit_every": 1}) as run:
+        sink = run.connector.sink("rollout-1:1")
+        sink.faults["prepare"] = [None, StateError("busy")]
+        sink.corrupt = {"w": 1}
+        sink.sticky = 1
+        run.join("rollout-1")
+        run.join_all()
+        await run.until(RunState.FINISHED)
+    pushes = [(push.policy_version, push.reason, push.state) for push in run.coordinator.backend.pushes(10)]
+    assert pushes == [(1, "step", "committed"), (1, "catch_up", "aborted"), (2, "step", "committed")]
+    assert [audit.is_equal for audit in run.coordinator.backend.audits(10)] == [False, True]
+    (last,) = run.coordinator.backend.pushes(1)
+    assert {server.server_id: server.dense for server in last.server_reports} == {"rollout-0": False, "rollout-1": True}
+
+
 async def test_audit_without_probe_prompts_compares_weights_alone(tmp_path: Path) -> None:
     async with RunHarness(tmp_path, push={"audit_prompts": 0}) as run:
         await paused_run(run)

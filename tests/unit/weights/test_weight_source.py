@@ -80,6 +80,12 @@ def test_whatever_is_wrong_with_one_server_is_reported_for_it_alone(error: Excep
     assert rig.memory.num_open == 0
 
 
+@pytest.mark.parametrize("transfer_timeout_s", [4.0, 30.0, 120.0])
+def test_a_server_that_is_too_slow_is_told_of_before_the_caller_gives_up(transfer_timeout_s: float) -> None:
+    sending = weight_source_module.sending_s(transfer_timeout_s)
+    assert 0.5 * transfer_timeout_s < sending < transfer_timeout_s - 0.5 - transfer_module.STUCK_GRACE_S
+
+
 def test_a_stuck_server_is_given_up_at_the_deadline_and_refused_until_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_module, "STUCK_GRACE_S", 0.1)
     servers = in_memory("a", "b")
