@@ -1,0 +1,60 @@
+"""The configuration that all processes of the failure matrix share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shoal.config.load import load_config
+from shoal.config.models import PushSection, RunConfig
+from shoal.telemetry.logs import setup_logging
+
+RUN_ID = "matrix"
+PREPARE_S, TRANSFER_S, VERIFY_S, COMMIT_S = 1.5, 1.5, 1.5, 1.5
+DEADLINES_S = PREPARE_S + TRANSFER_S + VERIFY_S + COMMIT_S
+LEASE_S = 1.5
+
+
+def write(folder: Path, **push: Any) -> None:  # noqa: ANN401 - settings of the push section
+    """Write the configuration.
+
+    Args:
+        push: overrides of the push section.
+    """
+    (folder / "shm").mkdir()
+    (folder / "train.jsonl").touch()
+    section = {
+        "transport": "shm",
+        "shm_dir": str(folder / "shm"),
+        "bucket_bytes": 4096,
+        "delta": "on",
+        "prepare_timeout_s": PREPARE_S,
+        "transfer_timeout_s": TRANSFER_S,
+        "verify_timeout_s": VERIFY_S,
+        "commit_timeout_s": COMMIT_S,
+    }
+    tree = {
+        "run": {"id": RUN_ID, "folder": str(folder / "run")},
+        "model": {"path": str(folder)},
+        "data": {"train": str(folder / "train.jsonl")},
+        "rollout": {"servers": 2, "min_servers": 1},
+        "push": section | push,
+        "coordinator": {"lease_s": LEASE_S},
+        "redis": {"url": "redis://127.0.0.1:1"},
+        "telemetry": {"metrics_port": -1},
+    }
+    # JSON is YAML.
+    (folder / "run.yaml").write_text(json.dumps(tree))
+
+
+def load(folder: Path, name: str) -> RunConfig:
+    """Read it in a process called `name`, and log as that."""
+    config = load_config(folder / "run.yaml", [])
+    setup_logging(name, config.telemetry, run_id=config.run.id)
+    return config
+
+
+def push_section(folder: Path) -> PushSection:
+    """The push's settings."""
+    return load_config(folder / "run.yaml", []).push
