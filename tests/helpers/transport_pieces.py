@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from shoal.types.weights import Box
 from shoal.weights import boxes
 from shoal.weights.buckets import Bucket, Piece
 from shoal.weights.dtypes import ITEM_BYTES
+from shoal.weights.transports.base import LinkRequest
+from shoal.weights.transports.shm import ShmSourceTransport
 from shoal.weights.transports.staging import ParameterPieces, parameter_view
 from tests.helpers.layouts import staged
 
@@ -36,3 +39,10 @@ def tensors_of(bucket: Bucket, seed: int = 0) -> list[Tensor]:
     """Random pieces in the bucket's dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(one.parameter_box.sizes, generator=generator).to(getattr(torch, bucket.dtype)) for one in bucket.pieces]
+
+
+def write_and_exit(request: LinkRequest, bucket: Bucket, value: float) -> None:
+    """A trainer rank in a process of its own that ends without closing anything."""
+    link = ShmSourceTransport().open(request)
+    link.write_dense(bucket, [torch.full(piece.parameter_box.sizes, value) for piece in bucket.pieces])
+    os._exit(0)

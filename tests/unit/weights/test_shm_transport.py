@@ -1,9 +1,11 @@
-"""Staging files: what is written, what is refused, and that nothing is left or grows."""
+"""Staging files: who may remove them, who notices what, that no access can kill a process, and that nothing is left or grows."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,36 +16,66 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.config.models import PushSection
+from shoal.config.models import PushSection, SecuritySection
 from shoal.errors import CapacityError, TransportError
-from shoal.types.weights import Box, SinkParameter, SinkWorkerLayout
+from shoal.types.weights import SinkParameter, SinkWorkerLayout
 from shoal.weights import boxes
-from shoal.weights.digest import CHUNK_BYTES
-from shoal.weights.transports.base import SinkTransport, SourceTransport
-from shoal.weights.transports.factory import open_sink_transport, open_source_transport
-from shoal.weights.transports.shm import ShmSinkTransport, ShmSourceTransport
-from tests.helpers.layouts import box, columns_of, rows_of, staged
+from shoal.weights.buckets import Bucket
+from shoal.weights.transports.base import LinkRequest, SourceLink
+from shoal.weights.transports.factory import open_source_transport, open_staging
+from shoal.weights.transports.pieces import bucket_digest
+from shoal.weights.transports.shm import ShmSourceTransport, ShmStaging
+from shoal.weights.transports.staging import ParameterPieces
+from shoal.weights.transports.staging_file import PeerFile
+from tests.helpers.layouts import sink_worker, staged
+from tests.helpers.transport_pieces import bucket_of, write_and_exit
 
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 8), "vector": (5,), "scalar": (), "cube": (2, 3, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 8), "vector": (5,)}
+VECTOR = bucket_of([("vector", boxes.whole((5,)))], "float32")
+MATRIX = bucket_of([("matrix", boxes.whole((6, 8)))], "float32")
 
 
-def layout_of(sink: SinkTransport, parameters: tuple[SinkParameter, ...], staging_bytes: int) -> SinkWorkerLayout:
-    return SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=(), staging_path=sink.address, staging_bytes=staging_bytes)
+def layout_of(staging: ShmStaging) -> SinkWorkerLayout:
+    parameters, num_bytes = staged(SHAPES)
+    return sink_worker(0, parameters, (), num_bytes, dict([staging.endpoint]))
+
+
+def request_of(worker: SinkWorkerLayout) -> LinkRequest:
+    return LinkRequest(
+        push_id="push",
+        policy_version=1,
+        rank=0,
+        world_size=1,
+        server_id="server",
+        worker=worker,
+        num_workers=1,
+        collective_group="",
+        timeout_s=5.0,
+    )
 
 
 class Pair:
     """One sink and one source over the same staging file."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
-        parameters, self.staging_bytes = staged(shapes, dtype)
-        self.parameters = {parameter.name: parameter for parameter in parameters}
-        push = PushSection(shm_dir=str(folder))
-        self.sink: SinkTransport = open_sink_transport(push, "run-0", self.staging_bytes)
-        self.source: SourceTransport = open_source_transport(push)
-        self.layout = layout_of(self.sink, parameters, self.staging_bytes)
+    def __init__(self, folder: Path, name: str = "run-0") -> None:
+        self.parameters, self.num_bytes = staged(SHAPES)
+        self.sink = ShmStaging(str(folder), name, self.num_bytes)
+        self.source = ShmSourceTransport()
+        self.layout = layout_of(self.sink)
+        self.path = self.sink.endpoint[1]
+
+    def open(self) -> SourceLink:
+        return self.source.open(request_of(self.layout))
+
+    def write(self, value: float, bucket: Bucket = VECTOR) -> int:
+        link = self.open()
+        digest = link.write_dense(bucket, [torch.full(piece.parameter_box.sizes, float(value)) for piece in bucket.pieces])
+        link.finish()
+        link.close()
+        return digest
 
     def staged(self, name: str) -> torch.Tensor:
-        return self.sink.tensor(self.parameters[name])
+        return self.sink.view(next(one for one in self.parameters if one.name == name))
 
     def close(self) -> None:
         self.source.close()
@@ -57,135 +89,97 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("matrix", rows_of((6, 8), 2, 5)),
-        ("matrix", columns_of((6, 8), 3, 7)),
-        ("vector", box((1, 4))),
-        ("scalar", Box(offsets=(), sizes=())),
-        ("cube", box((0, 2), (1, 3), (2, 4))),
-        ("matrix", box((2, 2), (0, 8))),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_write_fills_the_box_and_nothing_else(tmp_path: Path, name: str, where: Box, dtype: str) -> None:
-    pair = Pair(tmp_path, dtype)
-    source = torch.randn(where.sizes) * 100
-    xxh3 = pair.source.open(pair.layout).write(name, where, source)
-    expected = torch.zeros(SHAPES[name], dtype=getattr(torch, dtype))
-    expected[tuple(slice(offset, offset + size) for offset, size in zip(where.offsets, where.sizes, strict=True))] = source.to(
-        expected.dtype
-    )
-    assert torch.equal(pair.staged(name), expected)
-    assert all(not pair.staged(other).any() for other in SHAPES if other != name)
-    assert xxh3 == pair.sink.digest(pair.parameters[name], where)
-    pair.close()
-
-
-def test_write_takes_strided_sources(pair: Pair) -> None:
-    source = torch.randn(8, 6).T
-    pair.source.open(pair.layout).write("matrix", boxes.whole((6, 8)), source)
-    assert torch.equal(pair.staged("matrix"), source)
-
-
-def test_write_of_many_chunks_equals_one_copy(tmp_path: Path) -> None:
-    rows = 3 * CHUNK_BYTES // (2 * 640) + 7
-    pair = Pair(tmp_path, "bfloat16", {"wide": (rows, 1000)})
-    source = torch.randn(rows, 640)
-    where = columns_of((rows, 1000), 100, 740)
-    xxh3 = pair.source.open(pair.layout).write("wide", where, source)
-    assert torch.equal(pair.staged("wide")[:, 100:740], source.to(torch.bfloat16))
-    assert xxh3 == pair.sink.digest(pair.parameters["wide"], where)
-    pair.close()
-
-
-def test_digest_notices_one_changed_byte(pair: Pair) -> None:
-    where = boxes.whole((6, 8))
-    xxh3 = pair.source.open(pair.layout).write("matrix", where, torch.randn(6, 8))
-    pair.staged("matrix").view(torch.uint8)[3, 3] ^= 1
-    assert pair.sink.digest(pair.parameters["matrix"], where) != xxh3
-
-
-def test_write_refuses_unknown_parameters_boxes_and_shapes(pair: Pair) -> None:
-    writer = pair.source.open(pair.layout)
-    with pytest.raises(TransportError, match="no parameter nobody"):
-        writer.write("nobody", boxes.whole((1,)), torch.zeros(1))
-    with pytest.raises(TransportError, match=r"vector.*outside"):
-        writer.write("vector", box((2, 6)), torch.zeros(4))
-    with pytest.raises(TransportError, match=r"vector wants \[2\].*has \[1\]"):
-        writer.write("vector", box((2, 4)), torch.zeros(1))
-    assert not any(pair.staged(name).any() for name in SHAPES)
-
-
-def test_view_refuses_misaligned_and_outlying_parameters(pair: Pair) -> None:
-    parameter = pair.parameters["vector"]
-    for offset in (2, pair.staging_bytes - 4, -4):
-        with pytest.raises(TransportError, match="vector is staged at bytes"):
-            pair.sink.tensor(replace(parameter, staging_offset_bytes=offset))
-
-
 def test_source_keeps_its_mapping_between_pushes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = ShmSourceTransport()
-    before = num_mappings_of(pair.sink.address)
+    before = num_mappings_of(pair.path)
     num_made = 0
 
-    def counted(file_descriptor: int, length: int) -> mmap.mmap:
-        nonlocal num_made
-        num_made += 1
-        return original(file_descriptor, length)
+    class Counted(mmap.mmap):
+        def __new__(cls, file_descriptor: int, length: int) -> Counted:
+            nonlocal num_made
+            num_made += 1
+            return super().__new__(cls, file_descriptor, length)
 
-    original = mmap.mmap
-    monkeypatch.setattr(mmap, "mmap", counted)
-    for _ in range(3):
-        source.open(pair.layout).write("vector", boxes.whole((5,)), torch.ones(5))
+    monkeypatch.setattr(mmap, "mmap", Counted)
+    pair.source.prepare(pair.layout)
+    for value in range(3):
+        pair.write(value)
     assert num_made == 1
-    assert num_mappings_of(pair.sink.address) == before + 1
-    source.close()
-    assert num_mappings_of(pair.sink.address) == before
-    assert Path(pair.sink.address).exists()
+    assert num_mappings_of(pair.path) == before + 1
+    pair.source.close()
+    assert num_mappings_of(pair.path) == before
+    assert Path(pair.path).exists()
 
 
 def test_source_follows_a_replaced_file(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    pair.source.open(pair.layout).write("vector", boxes.whole((5,)), torch.ones(5))
+    pair.write(1.0)
     pair.sink.close()
-    pair.sink = ShmSinkTransport(str(tmp_path), "run-0", pair.staging_bytes)
+    pair.sink = ShmStaging(str(tmp_path), "run-0", pair.num_bytes)
     assert not pair.staged("vector").any()
-    pair.source.open(pair.layout).write("vector", boxes.whole((5,)), torch.full((5,), 2.0))
+    pair.write(2.0)
     assert torch.equal(pair.staged("vector"), torch.full((5,), 2.0))
     pair.close()
 
 
 def test_source_lets_go_of_a_dead_sink_when_it_opens_another(tmp_path: Path) -> None:
     dead = Pair(tmp_path)
-    source = ShmSourceTransport()
-    source.open(dead.layout)
-    dead.close()
-    parameters, staging_bytes = staged(SHAPES)
-    sink = ShmSinkTransport(str(tmp_path), "run-1", staging_bytes)
-    source.open(layout_of(sink, parameters, staging_bytes))
-    assert source.num_mappings == 1
-    source.close()
-    sink.close()
+    dead.open()
+    dead.sink.close()
+    other = ShmStaging(str(tmp_path), "run-1", dead.num_bytes)
+    dead.source.open(request_of(layout_of(other)))
+    assert dead.source.num_mappings == 1
+    dead.source.close()
+    other.close()
+
+
+def test_link_stays_usable_while_another_thread_lets_go_of_its_file(tmp_path: Path) -> None:
+    """A link whose file vanished must fail with an error, not touch memory that is no longer mapped."""
+    pair = Pair(tmp_path)
+    link = pair.open()
+    pair.sink.close()
+    other = ShmStaging(str(tmp_path), "run-1", pair.num_bytes)
+    pair.source.open(request_of(layout_of(other)))
+    with pytest.raises(TransportError, match="is the engine worker alive"):
+        link.write_dense(VECTOR, [torch.ones(5)])
+    pair.source.close()
+    other.close()
 
 
 def test_write_fails_when_the_staging_file_went_or_was_replaced(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    writer = pair.source.open(pair.layout)
+    link = pair.open()
     pair.sink.close()
-    with pytest.raises(TransportError, match="is the engine worker alive"):
-        writer.write("vector", boxes.whole((5,)), torch.ones(5))
-    pair.sink = ShmSinkTransport(str(tmp_path), "run-0", pair.staging_bytes)
-    with pytest.raises(TransportError, match="no longer the file"):
-        writer.write("vector", boxes.whole((5,)), torch.ones(5))
+    for write in (lambda: link.write_dense(VECTOR, [torch.ones(5)]), link.finish):
+        with pytest.raises(TransportError, match="is the engine worker alive"):
+            write()
+    pair.sink = ShmStaging(str(tmp_path), "run-0", pair.num_bytes)
+    for write in (lambda: link.write_dense(VECTOR, [torch.ones(5)]), link.finish):
+        with pytest.raises(TransportError, match="no longer the file"):
+            write()
     assert not pair.staged("vector").any()
     pair.close()
 
 
+def test_finish_and_open_fail_when_nobody_owns_the_file(pair: Pair, tmp_path: Path) -> None:
+    """What a killed worker leaves behind: the file, without its lock."""
+    left = tmp_path / "shoal-left"
+    left.write_bytes(bytes(pair.num_bytes))
+    layout = replace(pair.layout, endpoints={"shm": str(left)})
+    with left.open("rb+") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        link = pair.source.open(request_of(layout))
+        link.write_dense(VECTOR, [torch.ones(5)])
+        link.finish()
+    with pytest.raises(TransportError, match=r"nobody holds .*shoal-left"):
+        link.finish()
+    with pytest.raises(TransportError, match="nobody holds"):
+        pair.source.open(request_of(layout))
+    assert left.exists()
+
+
 def test_open_refuses_what_is_not_the_promised_file(tmp_path: Path, pair: Pair) -> None:
     link = tmp_path / "link"
-    link.symlink_to(pair.sink.address)
+    link.symlink_to(pair.path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, words in (
@@ -195,80 +189,107 @@ def test_open_refuses_what_is_not_the_promised_file(tmp_path: Path, pair: Pair) 
         (tmp_path, "opened"),
     ):
         with pytest.raises(TransportError, match=words):
-            pair.source.open(replace(pair.layout, staging_path=str(path)))
-    with pytest.raises(TransportError, match=f"has {pair.staging_bytes} bytes"):
-        pair.source.open(replace(pair.layout, staging_bytes=pair.staging_bytes + 1))
+            pair.source.open(request_of(replace(pair.layout, endpoints={"shm": str(path)})))
+    with pytest.raises(TransportError, match=f"has {pair.num_bytes} bytes"):
+        pair.source.open(request_of(replace(pair.layout, staging_bytes=pair.num_bytes + 1)))
+    with pytest.raises(TransportError, match="offers grpc, not shm"):
+        pair.source.open(request_of(replace(pair.layout, endpoints={"grpc": "nowhere:1"})))
 
 
 def test_open_refuses_a_truncated_file_that_it_had_mapped(pair: Pair) -> None:
-    pair.source.open(pair.layout)
-    os.truncate(pair.sink.address, 1)
+    pair.open()
+    os.truncate(pair.path, 1)
     with pytest.raises(TransportError, match="has 1 bytes"):
-        pair.source.open(pair.layout)
-    os.truncate(pair.sink.address, pair.staging_bytes)
+        pair.open()
+    os.truncate(pair.path, pair.num_bytes)
 
 
 def test_open_reserves_memory_that_the_file_lacks(tmp_path: Path) -> None:
+    """A page that a full tmpfs cannot give would kill whoever touches it."""
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 1 << 20)
-    parameters, _ = staged({"p": (4,)})
-    layout = SinkWorkerLayout(worker_rank=0, parameters=parameters, regions=(), staging_path=str(path), staging_bytes=1 << 20)
-    ShmSourceTransport().open(layout)
-    assert path.stat().st_blocks * 512 >= 1 << 20
+    with path.open("rb+") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        peer = PeerFile(str(path), 1 << 20)
+        assert path.stat().st_blocks * 512 >= 1 << 20
+        peer.close()
+
+
+def full(_descriptor: int, _offset: int, _length: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_no_space_is_a_capacity_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_descriptor: int, _offset: int, _length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CapacityError, match=r"no space for 4096 bytes.*push\.shm_dir"):
-        ShmSinkTransport(str(tmp_path), "run-0", 4096)
+        open_staging(PushSection(shm_dir=str(tmp_path)), "run-0", 4096, "cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_space_at_the_source_is_a_capacity_error_and_leaves_the_sink_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CapacityError, match=f"no space for {pair.num_bytes} bytes"):
+            pair.open()
+    assert pair.source.num_mappings == 0
+    pair.write(3.0)
+    assert torch.equal(pair.staged("vector"), torch.full((5,), 3.0))
+
+
+def test_staging_that_cannot_be_mapped_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _length: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(CapacityError, match="no space for 4096 bytes"):
+        ShmStaging(str(tmp_path), "run-0", 4096)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_sink_refuses_an_existing_file_and_leaves_it(tmp_path: Path) -> None:
     (tmp_path / "shoal-run-0").write_bytes(b"kept")
     with pytest.raises(TransportError, match="shoal-run-0"):
-        ShmSinkTransport(str(tmp_path), "run-0", 4096)
+        ShmStaging(str(tmp_path), "run-0", 4096)
     assert (tmp_path / "shoal-run-0").read_bytes() == b"kept"
 
 
 def test_sink_closes_once_and_only_its_own_file(tmp_path: Path) -> None:
-    sink = ShmSinkTransport(str(tmp_path), "run-0", 4096)
+    sink = ShmStaging(str(tmp_path), "run-0", 4096)
     sink.close()
-    successor = ShmSinkTransport(str(tmp_path), "run-0", 4096)
+    successor = ShmStaging(str(tmp_path), "run-0", 4096)
     sink.close()
-    assert Path(successor.address).exists()
+    assert Path(successor.endpoint[1]).exists()
     successor.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TransportError, match="closed"):
-        sink.tensor(SinkParameter(name="p", shape=(1,), dtype="float32", staging_offset_bytes=0))
+        sink.view(SinkParameter(name="p", shape=(1,), dtype="float32", staging_offset_bytes=0))
 
 
-def test_200_pushes_leave_no_growth(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    where = boxes.whole((6, 8))
-    after_10 = (0, 0)
-    for number in range(200):
-        writer = pair.source.open(pair.layout)
-        assert writer.write("matrix", where, torch.full((6, 8), float(number))) == pair.sink.digest(pair.parameters["matrix"], where)
-        if number == 10:
-            after_10 = open_files_and_mappings()
-    assert open_files_and_mappings() == after_10
-    assert len(list(tmp_path.iterdir())) == 1
-    pair.close()
-    assert list(tmp_path.iterdir()) == []
+def test_view_refuses_misaligned_and_outlying_parameters(pair: Pair) -> None:
+    parameter = pair.parameters[1]
+    for offset in (2, pair.num_bytes - 4, -4):
+        with pytest.raises(TransportError, match="vector is staged at bytes"):
+            pair.sink.view(replace(parameter, staging_offset_bytes=offset))
+
+
+def test_digest_notices_one_changed_byte(pair: Pair) -> None:
+    digest = pair.write(1.5, MATRIX)
+    target = ParameterPieces(pair.parameters, pair.sink.view, "test")
+    assert bucket_digest(target, MATRIX) == digest
+    pair.staged("matrix").view(torch.uint8)[3, 3] ^= 1
+    assert bucket_digest(target, MATRIX) != digest
 
 
 def test_200_restarted_sinks_leave_no_growth(tmp_path: Path) -> None:
     source = ShmSourceTransport()
-    parameters, staging_bytes = staged(SHAPES)
+    _, num_bytes = staged(SHAPES)
     after_10 = (0, 0)
     for number in range(200):
-        sink = ShmSinkTransport(str(tmp_path), f"run-{number}", staging_bytes)
-        source.open(layout_of(sink, parameters, staging_bytes)).write("vector", boxes.whole((5,)), torch.ones(5))
+        sink = ShmStaging(str(tmp_path), f"run-{number}", num_bytes)
+        link = source.open(request_of(layout_of(sink)))
+        link.write_dense(VECTOR, [torch.ones(5)])
+        link.close()
         sink.close()
         if number == 10:
             after_10 = open_files_and_mappings()
@@ -297,7 +318,25 @@ def test_readers_never_remove_the_file(tmp_path: Path) -> None:
         "    sys.exit(mapped[0] not in range(256))\n"
     )
     for _ in range(3):
-        subprocess.run([sys.executable, "-c", script, pair.sink.address], check=True, timeout=30)
-    assert Path(pair.sink.address).stat().st_nlink == 1
+        subprocess.run([sys.executable, "-c", script, pair.path], check=True, timeout=30)
+    assert Path(pair.path).stat().st_nlink == 1
     assert torch.equal(pair.staged("vector"), torch.full((5,), 7.0))
     pair.close()
+
+
+def test_source_that_exits_leaves_the_file_and_its_bytes(pair: Pair) -> None:
+    rank = multiprocessing.get_context("spawn").Process(target=write_and_exit, args=(request_of(pair.layout), VECTOR, 4.0))
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == 0
+    assert Path(pair.path).exists()
+    assert torch.equal(pair.staged("vector"), torch.full((5,), 4.0))
+    pair.write(5.0)
+    assert torch.equal(pair.staged("vector"), torch.full((5,), 5.0))
+
+
+def test_factory_refuses_a_transport_that_there_is_not(pair: Pair) -> None:
+    source = open_source_transport(PushSection(), SecuritySection())
+    with pytest.raises(TransportError, match=r"there is no transport 'pigeon'.*shm, grpc, collective, cuda_ipc"):
+        source.open(request_of(pair.layout), "pigeon")
+    source.close()

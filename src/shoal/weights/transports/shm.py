@@ -16,7 +16,7 @@ from shoal.weights.transports.base import LinkRequest
 from shoal.weights.transports.chunks import ChunkCopier
 from shoal.weights.transports.pieces import check_pieces, target_pieces, write_delta
 from shoal.weights.transports.staging import ParameterPieces, parameter_view
-from shoal.weights.transports.staging_file import MappedBytes, OwnedFile, PeerFile, check_same
+from shoal.weights.transports.staging_file import MappedBytes, OwnedFile, PeerFile, check_same, translate
 
 
 class ShmLink:
@@ -119,9 +119,9 @@ class ShmStaging:
         self._mapping: MappedBytes | None = None
         try:
             self._mapping = MappedBytes(self._file.descriptor, num_bytes)
-        finally:
-            if self._mapping is None:
-                self._file.close()
+        except OSError as error:
+            self._file.close()
+            raise translate(error, self._file.path, num_bytes) from error
 
     @property
     def endpoint(self) -> tuple[str, str]:
