@@ -54,5 +54,6 @@ RECEIVERS: dict[str, Callable[[PushSection, SinkLayout, Mapping[int, PieceTarget
     "shm": _direct,
     "grpc": GrpcReceiver,
     "collective": CollectiveServer,
+    "cuda_ipc": _direct,
 }
 """Makes the receiving end of a transport from the settings, the layout as the test asked for it, and staging by worker rank."""

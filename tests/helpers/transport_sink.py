@@ -51,11 +51,11 @@ class Footprint:
 class SinkProcess:
     """Hosts one server at a time; `stage` replaces it."""
 
-    def __init__(self, transport: str, folder: str, bucket_bytes: int) -> None:
+    def __init__(self, transport: str, folder: str, bucket_bytes: int, device: str = "cpu") -> None:
         self.transport = transport
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(transport, folder, bucket_bytes, theirs), daemon=True)
+        self.process = context.Process(target=_serve, args=(transport, folder, bucket_bytes, device, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -116,8 +116,9 @@ class SinkProcess:
 
 
 class _Sink:
-    def __init__(self, transport: str, folder: str, bucket_bytes: int) -> None:
+    def __init__(self, transport: str, folder: str, bucket_bytes: int, device: str) -> None:
         self._transport = transport
+        self._device = device
         self._push = PushSection(shm_dir=folder, bucket_bytes=bucket_bytes)
         self._buffers: dict[int, StagingBuffer] = {}
         self._targets: dict[int, ParameterPieces] = {}
@@ -131,7 +132,7 @@ class _Sink:
         for worker in layout.workers:
             self._serial += 1
             name = f"test-{os.getpid()}-{self._serial}"
-            buffer = open_staging(self._push, name, worker.staging_bytes, "cpu")
+            buffer = open_staging(self._push, name, worker.staging_bytes, self._device)
             self._buffers[worker.worker_rank] = buffer
             self._targets[worker.worker_rank] = ParameterPieces(worker.parameters, buffer.view, name)
         self._receiver = RECEIVERS[self._transport](self._push, layout, self._targets)
@@ -170,15 +171,15 @@ class _Sink:
     def parameters(self, worker_rank: int) -> Mapping[str, tuple[bytes, tuple[int, ...], str]]:
         layout = self._layout.workers[worker_rank]
         views = {parameter: self._buffers[worker_rank].view(parameter) for parameter in layout.parameters}
-        return {one.name: (as_array(view).tobytes(), one.shape, one.dtype) for one, view in views.items()}
+        return {one.name: (as_array(view.cpu()).tobytes(), one.shape, one.dtype) for one, view in views.items()}
 
     def footprint(self) -> Footprint:
         return Footprint.of_this_process()
 
 
-def _serve(transport: str, folder: str, bucket_bytes: int, pipe: Connection) -> None:
+def _serve(transport: str, folder: str, bucket_bytes: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    sink = _Sink(transport, folder, bucket_bytes)
+    sink = _Sink(transport, folder, bucket_bytes, device)
     try:
         while True:
             name, args = pipe.recv()
