@@ -10,7 +10,17 @@ from pathlib import Path
 
 from shoal.cli.local.process_tree import descendants
 
-_ROLES = ("shoal_rollout", "shoal_reward", "shoal_coordinator", "--role actor", "--role critic", "EngineCore", "Worker", "valkey-server")
+_ROLES = (
+    "shoal_rollout",
+    "shoal_reward",
+    "shoal_coordinator",
+    "--role actor",
+    "--role critic",
+    "EngineCore",
+    "Worker",
+    "valkey-server",
+    "push_rank",
+)
 _MATRIX = 1024
 _SAMPLE_S = 0.5
 

@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# hidden, layers, heads, key-value heads, intermediate
-SIZES: dict[str, tuple[int, int, int, int, int]] = {
-    "nano": (128, 4, 4, 2, 512),
-    "micro": (384, 6, 6, 2, 1024),
-    "mini": (768, 8, 12, 4, 2048),
-}
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _VOCAB_SIZE = 128
 _MAX_POSITIONS = 2048
 
 
-def write_random_model(size: str, folder: Path, seed: int = 0) -> int:
-    """Save a random Qwen2 model with tied embeddings and its tokenizer; returns the number of parameters.
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Shape of a Qwen2 model with tied embeddings."""
 
-    Raises: KeyError: size is not one of SIZES.
-    """
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int = _VOCAB_SIZE
+
+
+SIZES = {
+    "nano": ModelSize(128, 4, 4, 2, 512),
+    "micro": ModelSize(384, 6, 6, 2, 1024),
+    "mini": ModelSize(768, 8, 12, 4, 2048),
+}
+PARAMETER_SIZES = {
+    "1M": ModelSize(128, 4, 4, 2, 512),
+    "5M": ModelSize(256, 6, 4, 2, 1024, 512),
+    "50M": ModelSize(768, 8, 12, 4, 2048, 512),
+    "135M": ModelSize(576, 30, 9, 3, 1536, 49152),
+    "300M": ModelSize(1280, 17, 20, 4, 3456, 512),
+    "500M": ModelSize(896, 24, 14, 2, 4864, 151936),
+    "1.5B": ModelSize(1536, 28, 12, 2, 8960, 151936),
+}
+"""By the number of parameters, as a weight push sees a model."""
+
+
+def write_random_model(size: str, folder: Path, seed: int = 0) -> int:
+    """Save a random model of SIZES and its tokenizer; returns the number of parameters. Raises: KeyError: no such size."""
+    return write_model(SIZES[size], folder, seed)
+
+
+def write_model(size: ModelSize, folder: Path, seed: int = 0) -> int:
+    """Save a random model of any size and a character tokenizer; returns the number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
-    hidden, layers, heads, kv_heads, intermediate = SIZES[size]
+    disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        intermediate_size=size.intermediate,
         max_position_embeddings=_MAX_POSITIONS,
         pad_token_id=0,
         bos_token_id=1,

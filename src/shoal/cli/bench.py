@@ -7,7 +7,7 @@ import sys
 
 from shoal.errors import ConfigError
 
-BENCHMARKS = ("step",)
+BENCHMARKS = ("step", "push")
 
 
 def run_benchmark(name: str, arguments: list[str]) -> int:
