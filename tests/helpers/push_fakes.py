@@ -28,6 +28,7 @@ from shoal.types.weights import (
 )
 from shoal.weights.plan import ServerPlan
 from shoal.weights.planner import plan_server
+from tests.helpers.layouts import decoder_shapes, decoder_sink, fsdp_source
 
 Fault = ShoalError | asyncio.Event | Exception
 """Raised, or waited for (a stage that hangs)."""
@@ -35,6 +36,11 @@ Fault = ShoalError | asyncio.Event | Exception
 DELTA_PART = 10
 """A delta has so much less bytes than what it stands for."""
 _SETTINGS = PushSection()
+
+
+def never() -> asyncio.Event:
+    """What a stage that hangs waits for, unless the test sets it."""
+    return asyncio.Event()
 
 
 async def meet(fault: Fault | None) -> None:
@@ -58,7 +64,8 @@ def piece_digests(plan: ServerPlan, policy_version: int, corrupt: Mapping[str, i
 class ScriptedSink:
     """A rollout server that serves a version and follows the protocol's rules; `faults[stage]` happen one after the other.
 
-    corrupt: parameters whose live weights are wrong until a push sends everything, but for the first `sticky` such pushes. lost_answers: commits that happen unanswered.
+    corrupt: parameters whose live weights are wrong until a push sends everything, but for the first `sticky` such pushes.
+    lost_answers: commits that happen unanswered.
     """
 
     def __init__(self, layout: SinkLayout, served_version: int = 0, settings: PushSection = _SETTINGS) -> None:
@@ -233,3 +240,13 @@ class ScriptedSource:
 def served_versions(sinks: Mapping[str, ScriptedSink]) -> dict[str, int]:
     """The version each server serves."""
     return {server_id: sink.served_version for server_id, sink in sinks.items()}
+
+
+def make_source(policy_version: int = 4) -> ScriptedSource:
+    """Two ranks with a one-layer decoder."""
+    return ScriptedSource(fsdp_source(decoder_shapes(tied=False), 2), policy_version=policy_version)
+
+
+def make_sinks(*names: str, served_version: int = 3) -> dict[str, ScriptedSink]:
+    """Servers "a" and "b", or others, of two workers each."""
+    return {name: ScriptedSink(decoder_sink(name, 2), served_version) for name in names or ("a", "b")}
