@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.config.masking import mask_url
 
@@ -206,6 +206,12 @@ class PushSection(_Section):
     """Deadline of VERIFY."""
     commit_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of COMMIT, for each server."""
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _unquoted(cls, value: object) -> object:
+        """YAML reads a bare on or off as a bool."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class EvalSection(_Section):

@@ -59,6 +59,11 @@ def test_load_overrides_are_parsed_as_yaml_and_the_last_wins(base: Path) -> None
     assert (config.redis.url, config.run.id) == ("redis://h:1/0?x=a=b", "007")
 
 
+@pytest.mark.parametrize("text", ["on", '"on"', "off", "auto"])
+def test_load_takes_the_delta_setting_with_and_without_quotes(base: Path, text: str) -> None:
+    assert load_config(base, [f"push.delta={text}"]).push.delta == text.strip('"')
+
+
 def test_load_override_builds_an_absent_or_empty_section(tmp_path: Path) -> None:
     path = _write(tmp_path, BASE + "rollout:\n")
     config = load_config(path, ["rollout.group_size=4", "critic.ranks=2"])
