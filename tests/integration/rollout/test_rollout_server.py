@@ -165,6 +165,15 @@ class _Pusher:
         verified = await self.sink.verify(f"push-{version}", version, self.plan_hash, pairs, timeout_s=20)
         assert verified.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
+    async def until_committing(self) -> None:
+        """Wait until a commit has begun, which an audit of another version is refused with; no work is done for that."""
+        async with asyncio.timeout(10):
+            while True:
+                with pytest.raises(StateError) as refused:
+                    await self.sink.digest(99, "", timeout_s=5)
+                if "a push is committing" in str(refused.value) or "a push is committed" in str(refused.value):
+                    return
+
     def check(self, completion: Completion, versions: list[int]) -> None:
         """Compare versions and log-probabilities of a completion."""
         assert [span.policy_version for span in completion.policy_version_spans] == versions
@@ -173,6 +182,14 @@ class _Pusher:
             expected = reference_logprobs(self.folders[span.policy_version], PROMPT, ids)
             part = slice(span.start, span.end)
             np.testing.assert_allclose(completion.rollout_logprobs[part], expected[part], atol=1e-4)
+
+
+async def _begin_long(client: RolloutClient, name: str) -> asyncio.Task[list[Completion]]:
+    """Let the engine begin eight long samples; it takes requests in order, so that a later one's token tells."""
+    running = asyncio.create_task(_sample(client, name=name, sampling=LONG, seeds=tuple(range(8))))
+    await until_running(client, 8)
+    await _sample(client, SamplingParams(max_new_tokens=1), name=f"after {name}", seeds=(1,))
+    return running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -184,16 +201,16 @@ async def pusher(server: RolloutProcess, model: Path, tmp_path_factory: pytest.T
 
 
 async def test_a_push_that_keeps_running_requests_tags_every_token_with_its_version(client: RolloutClient, pusher: _Pusher) -> None:
-    running = asyncio.create_task(_sample(client, name="across", sampling=LONG, seeds=tuple(range(8))))
-    await until_running(client, 8)
+    during = await _begin_long(client, "during the push")
     await pusher.to_verified(1)
+    across = await _begin_long(client, "across the commit")
     committed = await pusher.sink.commit("push-1", 1, InflightMode.KEEP, timeout_s=20)
     assert committed.policy_version == 1
     assert (await client.describe(timeout_s=5)).policy_version == 1
-    completions = await running
-    assert any(len(completion.policy_version_spans) == 2 for completion in completions), "no sample crossed the commit"
-    for completion in completions:
+    for completion in await across:
         assert completion.finish_reason is FinishReason.LENGTH
+        pusher.check(completion, [0, 1])
+    for completion in await during:
         pusher.check(completion, [0, 1] if len(completion.policy_version_spans) == 2 else [0])
     for completion in await _sample(client):
         pusher.check(completion, [1])
@@ -201,11 +218,9 @@ async def test_a_push_that_keeps_running_requests_tags_every_token_with_its_vers
 
 async def test_a_push_that_waits_lets_running_requests_end_on_the_old_version(client: RolloutClient, pusher: _Pusher) -> None:
     await pusher.to_verified(2)
-    running = asyncio.create_task(_sample(client, name="waited for", sampling=LONG, seeds=tuple(range(8))))
-    await until_running(client, 8)
+    running = await _begin_long(client, "waited for")
     committing = asyncio.create_task(pusher.sink.commit("push-2", 2, InflightMode.WAIT, timeout_s=30))
-    # One sequence more for each of the eight that the engine holds: enough to be sent after the commit has begun.
-    await asyncio.sleep(0.05)
+    await pusher.until_committing()
     late = asyncio.create_task(_sample(client, name="late"))
     assert (await committing).policy_version == 2
     for completion in await running:
@@ -217,9 +232,7 @@ async def test_a_push_that_waits_lets_running_requests_end_on_the_old_version(cl
 
 async def test_a_push_that_aborts_answers_running_requests_with_what_they_have(client: RolloutClient, pusher: _Pusher) -> None:
     await pusher.to_verified(3)
-    running = asyncio.create_task(_sample(client, name="cut", sampling=LONG, seeds=tuple(range(8))))
-    await until_running(client, 8)
-    await asyncio.sleep(0.05)
+    running = await _begin_long(client, "cut")
     committed = await pusher.sink.commit("push-3", 3, InflightMode.ABORT, timeout_s=20)
     assert committed.num_aborted == 8
     for completion in await running:
@@ -238,8 +251,7 @@ async def test_an_audit_of_the_live_weights_equals_the_trainers_digests(pusher: 
 
 async def test_a_wait_that_would_take_too_long_is_refused_and_the_old_version_goes_on(client: RolloutClient, pusher: _Pusher) -> None:
     await pusher.to_verified(4)
-    running = asyncio.create_task(_sample(client, name="slow", sampling=LONG, seeds=tuple(range(8))))
-    await until_running(client, 8)
+    running = await _begin_long(client, "slow")
     with pytest.raises(StateError, match="did not end"):
         await pusher.sink.commit("push-4", 4, InflightMode.WAIT, timeout_s=1.02)
     for completion in [*await running, *await _sample(client)]:
