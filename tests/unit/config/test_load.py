@@ -79,7 +79,7 @@ def test_load_override_builds_an_absent_or_empty_section(tmp_path: Path) -> None
         ("rollout.steps=4", "rollout.steps is not a known key; did you mean run.steps?"),
         ("algorithm.klcoef=0.1", "did you mean algorithm.kl_coef?"),
         ("data.max_prompt_token=9", "did you mean data.max_prompt_tokens?"),
-        ("push.xyzzy=1", "push.xyzzy is not a known key; valid here: commit_timeout_s, prepare_timeout_s, shm_dir"),
+        ("model.xyzzy=1", "model.xyzzy is not a known key; valid here: path, reference_path, trust_remote_code"),
     ],
 )
 def test_load_unknown_key_names_the_nearest_valid_one(base: Path, override: str, message: str) -> None:
