@@ -28,6 +28,7 @@ from shoal.codec.bucket_stream import (
     written_to_bytes,
 )
 from shoal.errors import InvalidRequestError, StateError, TransportError
+from shoal.rpc.allocator import keep_freed_memory
 from shoal.types.weights import BucketEncoding
 from shoal.weights.buckets import Bucket
 from shoal.weights.delta import Delta, decode_delta
@@ -50,6 +51,8 @@ def add_bulk_handler(server: grpc.aio.Server, write: WriteParts) -> None:
 
     async def handle(messages: AsyncIterator[bytes], context: Any) -> tuple[int, int]:  # noqa: ANN401 - grpcio's own type is generic
         return await write(messages)
+
+    keep_freed_memory()
 
     def to_bytes(written: tuple[int, int]) -> bytes:
         return written_to_bytes(*written)

@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.codec.bucket_stream import MAX_PART_BYTES, BucketPart, StreamHead
 from shoal.config.models import PushSection, SecuritySection
 from shoal.errors import CapacityError, DeadlineError, ShoalError, TransportError, UnavailableError
+from shoal.rpc.allocator import keep_freed_memory
 from shoal.rpc.catalogue import from_rpc_error
 from shoal.rpc.channel import open_thread_channel
 from shoal.types.weights import BucketEncoding, SinkWorkerLayout
@@ -40,6 +41,7 @@ class GrpcSourceTransport:
     """
 
     def __init__(self, push: PushSection, security: SecuritySection) -> None:
+        keep_freed_memory()
         self._push = push
         self._security = security
         self._lock = threading.Lock()
