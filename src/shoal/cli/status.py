@@ -41,10 +41,15 @@ def show_status(address: str, console: Console) -> None:
 def push_text(pushes: dict[str, Any]) -> str:
     """One line about the weight pushes: the last one, and what went wrong so far."""
     last = (
-        f"last push: version {pushes['policy_version']} to {pushes['num_servers']} servers in {pushes['total_s']:.2f} s, "
+        f"last push: version {pushes['policy_version']} to {count_text(pushes['num_servers'], 'server')} in {pushes['total_s']:.2f} s, "
         f"sent {pushes['sent_bytes'] / 1e6:.1f} of {pushes['dense_bytes'] / 1e6:.1f} MB ({pushes['delta_share']:.1%}), "
         f"pause {pushes['max_pause_ms']:.1f} ms"
     )
-    failures = f"; missed {pushes['num_failed_servers']} servers in {pushes['num_pushes']} pushes" if pushes["num_failed_servers"] else ""
+    failures = f"; {count_text(pushes['num_failed_servers'], 'server')} missed in {pushes['num_pushes']} pushes" if pushes["num_failed_servers"] else ""
     audit = f"; last audit: {pushes['last_audit']}" if pushes["last_audit"] else ""
     return last + failures + audit
+
+
+def count_text(number: int, what: str) -> str:
+    """A number and its noun."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shoal.cli.api import CoordinatorApi
 
-_COLUMNS = ("server", "weights", "parameters", "pieces", "differing", "log-prob difference", "greedy equal")
+_COLUMNS = ("server", "weights", "parameters", "pieces", "differing", "logprob diff", "greedy equal")
 
 
 def verify_weights(address: str, timeout_s: float, console: Console, *, as_json: bool) -> int:

@@ -143,4 +143,4 @@ def test_status_tells_of_the_last_push_and_of_failures() -> None:
     line = "last push: version 8 to 2 servers in 1.23 s, sent 5.4 of 540.0 MB (1.0%), pause 12.3 ms"
     assert push_text(pushes) == line
     failing = pushes | {"num_failed_servers": 3, "last_audit": "differs"}
-    assert push_text(failing) == f"{line}; missed 3 servers in 9 pushes; last audit: differs"
+    assert push_text(failing) == f"{line}; 3 servers missed in 9 pushes; last audit: differs"
