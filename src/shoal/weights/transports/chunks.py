@@ -18,10 +18,8 @@ _TEAM_CHUNK_BYTES = 8 << 20
 """Largest part of a cast by a team of torch's threads: each part makes them wait for one another, long on a busy machine."""
 _SPLIT_BYTES = 4 << 20
 """From here on a second thread pays."""
-_PART_BYTES = 2 << 20
-"""What a second thread copies in one call, so that the two seldom wait for the interpreter's lock."""
-_OWN_SHARE = 0.36
-"""Of the parts, when the other thread copies the rest: this one digests all of them, at about three times the speed of copying."""
+
+_Pair = tuple[Tensor, Tensor]
 
 
 def as_array(tensor: Tensor) -> NDArray[np.generic]:
@@ -119,13 +117,15 @@ class ChunkCopier:
         if self._helper is None or num_bytes < _SPLIT_BYTES or not self._helper_free.acquire(blocking=False):
             return False
         try:
-            parts = [part for pair in zip(targets, sources, strict=True) for part in row_chunks(*pair, chunk_bytes=_PART_BYTES)]
-            first = int(len(parts) * _OWN_SHARE)
-            rest = self._helper.submit(_copy_all, parts[first:])
-            for target, source in parts[:first]:
-                _copy_and_digest(target, source, digest)
-            rest.result()
-            for target, _ in parts[first:]:
+            own, others = _halves(list(zip(targets, sources, strict=True)))
+            rest = self._helper.submit(_copy_all, others)
+            try:
+                for target, source in own:
+                    _copy_and_digest(target, source, digest)
+            finally:
+                # Nothing is written any more once this returns, not after an error either.
+                rest.result()
+            for target, _ in others:
                 update_digest(digest, target)
         finally:
             self._helper_free.release()
@@ -139,6 +139,22 @@ def _copy_and_digest(target: Tensor, source: Tensor, digest: xxhash.xxh3_64) -> 
         update_digest(digest, part)
 
 
-def _copy_all(pairs: Sequence[tuple[Tensor, ...]]) -> None:
+def _copy_all(pairs: Sequence[_Pair]) -> None:
     for target, source in pairs:
         copy_elements(target, source)
+
+
+def _halves(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+    """Cut pieces in the middle of their bytes; few large parts, so that two threads seldom wait for the interpreter's lock."""
+    left = sum(target.nbytes for target, _ in pairs) // 2
+    first: list[_Pair] = []
+    second: list[_Pair] = []
+    for target, source in pairs:
+        if target.is_contiguous() and source.is_contiguous():
+            target, source = target.view(-1), source.view(-1)
+        row_bytes = target.nbytes // target.shape[0] if target.numel() else 1
+        rows = min(max(left, 0) // row_bytes, target.shape[0]) if target.numel() else 0
+        first.append((target[:rows], source[:rows]))
+        second.append((target[rows:], source[rows:]))
+        left -= target.nbytes
+    return first, second
