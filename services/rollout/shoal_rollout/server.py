@@ -36,6 +36,8 @@ EXIT_ENGINE_DIED = 70
 EXIT_COMMIT_FAILED = 71
 _WATCH_S = 0.5
 _DRAIN_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 10.0
+"""A worker that does not answer any more is ended with the engine; its files are removed here."""
 
 
 class RolloutServer:
@@ -164,9 +166,10 @@ class RolloutServer:
     async def _close(self) -> None:
         if not self._engine.is_dead:
             try:
-                await self._sink.close()
-            except ShoalError as error:
-                log.warning("staging_not_closed", error=str(error))
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._sink.close()
+            except (ShoalError, TimeoutError) as error:
+                log.warning("staging_not_closed", error=repr(error))
         # A dead engine cannot remove its own files.
         remove_files(glob.glob(f"{glob.escape(self._config.push.shm_dir)}/shoal-{self._staging_name}-w*"))
 
