@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -41,6 +42,30 @@ def meta_checkpoint(folder: Path) -> dict[str, Tensor]:
                 raise ConfigError(msg)
             tensors[name] = tensor
     return tensors
+
+
+class CheckpointReader:
+    """Reads tensors, or parts of them, of a checkpoint folder; use it as a context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = _files(folder)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        for path in self._paths:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files.update(dict.fromkeys(file.keys(), file))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor. Raises: KeyError: there is no such tensor."""
+        tensor: Tensor = self._files[name].get_slice(name)[part] if part else self._files[name].get_tensor(name)
+        return tensor
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

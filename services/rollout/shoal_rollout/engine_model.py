@@ -22,6 +22,7 @@ from shoal.weights.boxes import whole
 from shoal_rollout.checkpoint_shapes import meta_checkpoint
 from shoal_rollout.engine_parameters import EngineParameter, collect_parameters, record_load, tensors_read
 from shoal_rollout.layer_reload import prove_reload, reload_layers
+from shoal_rollout.layout_check import check_layout
 from shoal_rollout.live_weights import live_values
 from shoal_rollout.weight_swap import Apply, check_swappable, prepare_swap, use_live_embeddings
 
@@ -57,7 +58,7 @@ class EngineModel:
         self._by_name = {parameter.name: parameter for parameter in parameters}
         with set_current_vllm_config(vllm_config):
             try:
-                self._use_copies(parameters, checkpoint)
+                self._use_copies(parameters, checkpoint, folder)
             except ConfigError as error:
                 self._use_reload(parameters, checkpoint, folder, str(error))
         self._shapes = {name: shape for name, shape, _ in self.parameters}
@@ -79,8 +80,7 @@ class EngineModel:
             if changed:
                 yield lambda: self._reload(staged)
             return
-        with set_current_vllm_config(self._config):
-            yield from prepare_swap([self._by_name[name] for name, _, _ in self.parameters if name in changed], staged)
+        yield from prepare_swap([self._by_name[name] for name, _, _ in self.parameters if name in changed], staged)
 
     def live(self, parameter: str) -> Tensor | None:
         """The values that the model computes with now, in the shape and dtype of staging; None if the engine keeps nothing readable.
@@ -93,9 +93,10 @@ class EngineModel:
         values = live_values(self._by_name[parameter])
         return None if values is None else values.reshape(shape)
 
-    def _use_copies(self, parameters: tuple[EngineParameter, ...], checkpoint: Mapping[str, Tensor]) -> None:
+    def _use_copies(self, parameters: tuple[EngineParameter, ...], checkpoint: Mapping[str, Tensor], folder: Path) -> None:
         check_swappable(self._model, parameters)
         staged = record_load(self._model, parameters, checkpoint)
+        check_layout(parameters, staged, folder)
         use_live_embeddings(self._model)
         self.mode, self.reason = "copies", ""
         self.parameters = tuple((p.name, staged[p.name].shape, _dtype_name(p.meta)) for p in parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,42 +33,52 @@ def pack_experts(module: nn.Module, attribute: str, weight: Tensor) -> Tensor:
     """
     experts = _experts(module)
     assert experts is not None  # noqa: S101 - asked after is_packed_experts
-    return cpu_prepack_moe_weight(_padded(module, experts, attribute, weight), experts.isa)  # type: ignore[no-any-return]
+    return cpu_prepack_moe_weight(_padded(experts, attribute, weight), experts.isa)  # type: ignore[no-any-return]
 
 
-def unpack_experts(module: nn.Module, attribute: str, meta: Tensor) -> Tensor | None:
-    """Read a packed weight back; None if it is not in an order that `pack_experts` makes.
+def unpack_experts(module: nn.Module, attribute: str, meta: Tensor, first: int, count: int) -> Tensor | None:
+    """Read some experts' packed weights back; None if they are not in an order that `pack_experts` makes.
 
     Args:
         meta: Shape [E, M, N] and dtype at creation.
+        first, count: Which experts.
+    Returns: [count, M, N], new.
     """
-    packed = module._parameters[attribute]
-    assert packed is not None  # noqa: S101 - asked after is_packed_experts
-    order = _order(module, attribute, meta)
-    flat = torch.empty((packed.shape[0], order.numel()), dtype=packed.dtype)
-    flat[:, order] = packed.data.view(packed.shape[0], -1)
-    padded = flat.view(packed.shape)
-    weight = _unpadded(module, attribute, padded, meta)
-    return weight if _same_bits(pack_experts(module, attribute, weight), packed.data) else None
+    experts, live = _experts(module), module._parameters[attribute]
+    assert experts is not None  # noqa: S101 - asked after is_packed_experts
+    assert live is not None  # noqa: S101 - as above
+    order = _order(experts.isa, tuple(live.shape[1:]), meta.dtype)
+    weight = torch.empty((count, *meta.shape[1:]), dtype=meta.dtype)
+    # One after another, so that no second copy of all experts is held.
+    for expert in range(count):
+        packed = live.data[first + expert : first + expert + 1]
+        flat = torch.empty(order.numel(), dtype=packed.dtype)
+        flat[order] = packed.reshape(-1)
+        one = _unpadded(attribute, flat.view(packed.shape), meta)
+        if not _same_bits(pack_experts(module, attribute, one), packed):
+            return None
+        weight[expert] = one[0]
+    return weight
 
 
-def _order(module: nn.Module, attribute: str, meta: Tensor) -> Tensor:
+def forget_orders() -> None:
+    """Free what unpacking remembers of the kernel's order: 8 bytes for each element of an expert."""
+    _order.cache_clear()
+
+
+@lru_cache(maxsize=2)
+def _order(isa: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Where each element of one packed expert comes from: digits of the positions, packed."""
-    experts = _experts(module)
-    packed = module._parameters[attribute]
-    assert experts is not None  # noqa: S101 - as above
-    assert packed is not None  # noqa: S101 - as above
-    shape = (1, *packed.shape[1:])
-    rest = torch.arange(packed[0].numel())
-    order, scale = torch.zeros_like(rest), 1
-    while scale < packed[0].numel():
-        digits = (rest // scale % _DIGIT).to(meta.dtype).view(shape)
-        order += cpu_prepack_moe_weight(digits, experts.isa).view(-1).to(torch.int64) * scale
+    positions = torch.arange(math.prod(shape))
+    order, scale = torch.zeros_like(positions), 1
+    while scale < positions.numel():
+        digits = (positions // scale % _DIGIT).to(dtype).view(1, *shape)
+        order += cpu_prepack_moe_weight(digits, isa).view(-1).to(torch.int64) * scale
         scale *= _DIGIT
     return order
 
 
-def _padded(module: nn.Module, experts: Any, attribute: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - vLLM is not type-checked here
+def _padded(experts: Any, attribute: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - vLLM is not type-checked here
     """The weight with its intermediate size padded by vLLM's own code, which wants both weights of a layer."""
     shadow = nn.Module()
     num_experts, hidden_size = weight.shape[0], weight.shape[2 if attribute == "w13_weight" else 1]
@@ -80,7 +92,7 @@ def _padded(module: nn.Module, experts: Any, attribute: str, weight: Tensor) -> 
     return padded
 
 
-def _unpadded(module: nn.Module, attribute: str, padded: Tensor, meta: Tensor) -> Tensor:
+def _unpadded(attribute: str, padded: Tensor, meta: Tensor) -> Tensor:
     """Undo `_padded`."""
     if padded.shape == meta.shape:
         return padded

@@ -71,3 +71,14 @@ def test_model_that_neither_way_fits_is_refused(
     folder = save_tiny_model(tmp_path / "model", "mixtral")
     with pytest.raises(ConfigError, match=r"MixtralForCausalLM cannot be pushed.*its experts are packed; and .*w13_weight is not restored"):
         start_rig(folder)
+
+
+def test_engine_that_was_started_on_other_weights_is_refused(tmp_path: Path, start_rig: Callable[..., EngineRig]) -> None:
+    from shoal_rollout.engine_model import EngineModel
+
+    first, second = (save_tiny_model(tmp_path / f"v{seed}", "llama", seed=seed) for seed in (0, 1))
+    rig = start_rig(first)
+    with pytest.raises(
+        ConfigError, match=r"model\.embed_tokens\.weight does not hold what loading copied into it from model\.embed_tokens\.weight"
+    ):
+        EngineModel(rig.engine.model, second, rig.engine.worker.vllm_config)
