@@ -45,7 +45,8 @@ def push_text(pushes: dict[str, Any]) -> str:
         f"sent {pushes['sent_bytes'] / 1e6:.1f} of {pushes['dense_bytes'] / 1e6:.1f} MB ({pushes['delta_share']:.1%}), "
         f"pause {pushes['max_pause_ms']:.1f} ms"
     )
-    failures = f"; {count_text(pushes['num_failed_servers'], 'server')} missed in {pushes['num_pushes']} pushes" if pushes["num_failed_servers"] else ""
+    num_missed = pushes["num_failed_servers"]
+    failures = f"; {count_text(num_missed, 'server')} missed in {pushes['num_pushes']} pushes" if num_missed else ""
     audit = f"; last audit: {pushes['last_audit']}" if pushes["last_audit"] else ""
     return last + failures + audit
 
