@@ -340,3 +340,38 @@ def test_factory_refuses_a_transport_that_there_is_not(pair: Pair) -> None:
     with pytest.raises(TransportError, match=r"there is no transport 'pigeon'.*shm, grpc, collective, cuda_ipc"):
         source.open(request_of(pair.layout), "pigeon")
     source.close()
+
+
+FULL_TMPFS = """
+import sys
+from shoal.errors import CapacityError
+from shoal.weights.transports.shm import ShmStaging
+from shoal.weights.transports.staging_file import PeerFile, OwnedFile
+import os
+
+folder = sys.argv[1]
+try:
+    ShmStaging(folder, "large", 4 << 20)
+except CapacityError as error:
+    assert "no space for 4194304 bytes" in str(error)
+else:
+    sys.exit("staging was given memory that there is not")
+assert os.listdir(folder) == []
+owner = OwnedFile(folder, "sparse", 1)
+os.ftruncate(owner.descriptor, 4 << 20)
+try:
+    PeerFile(owner.path, 4 << 20)
+except CapacityError:
+    print("alive")
+"""
+
+
+def test_full_tmpfs_is_an_error_at_both_ends_and_kills_nobody(tmp_path: Path) -> None:
+    mount = f'mount -t tmpfs -o size=1M none {tmp_path} && exec "$@"'
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("this machine lets nobody mount a tmpfs of its own")
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", FULL_TMPFS, str(tmp_path)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "alive", done.stderr
