@@ -95,14 +95,20 @@ def _signal_cells() -> list[Cell]:
             for kind in SIGNALS:
                 victim_server, other_server = _served(victim, stage, kind)
                 cells.append(
-                    Cell(victim=victim, stage=stage, kind=kind, at=at, victim_server=victim_server, other_server=other_server, slow=kind == "stop")
+                    Cell(
+                        victim=victim,
+                        stage=stage,
+                        kind=kind,
+                        at=at,
+                        victim_server=victim_server,
+                        other_server=other_server,
+                        slow=kind == "stop",
+                    )
                 )
     return cells
 
 
-def _corruption(
-    victim: str, stage: str, at: str, kind: str, served: tuple[Served, Served], meaning: str, *, audited: bool = False
-) -> Cell:
+def _corruption(victim: str, stage: str, at: str, kind: str, served: tuple[Served, Served], meaning: str, *, audited: bool = False) -> Cell:
     victim_server, other_server = served
     return Cell(
         victim=victim,
@@ -120,11 +126,15 @@ CORRUPTIONS = [
     _corruption("trainer rank", "prepare", "rank-1:prepare", "wrong plan hash", (OLD, OLD), "it plans something else than the others"),
     _corruption("trainer rank", "transfer", "rank-1:transfer", "wrong digest", (OLD, NEW), "a digest of a bucket that it sent is wrong"),
     _corruption("trainer rank", "verify", "rank-1:transfer", "late write", (OLD, NEW), "it writes into staging again after TRANSFER"),
-    _corruption("trainer rank", "commit", "rank-1:digest", "wrong digest", (NEW, NEW), "it names a wrong digest in the audit", audited=True),
+    _corruption(
+        "trainer rank", "commit", "rank-1:digest", "wrong digest", (NEW, NEW), "it names a wrong digest in the audit", audited=True
+    ),
     _corruption("gang leader", "prepare", "leader:prepare", "wrong plan hash", (OLD, NEW), "the plan's hash is changed on its way"),
     _corruption("gang leader", "transfer", "leader:transfer", "missing digest", (OLD, NEW), "a digest is lost on its way"),
     _corruption("gang leader", "verify", "leader:transfer", "swapped digests", (OLD, NEW), "two digests change places on their way"),
-    _corruption("gang leader", "commit", "leader:digest", "wrong digest", (NEW, NEW), "an audit's digest is changed on its way", audited=True),
+    _corruption(
+        "gang leader", "commit", "leader:digest", "wrong digest", (NEW, NEW), "an audit's digest is changed on its way", audited=True
+    ),
     _corruption("engine worker", "prepare", "worker-0:prepare", "impossible layout", (OLD, NEW), "its layout lies outside its parameters"),
     _corruption("engine worker", "transfer", "worker-0:verify", "flipped byte", (OLD, NEW), "a staged byte flips after it was written"),
     _corruption("engine worker", "verify", "worker-0:verify", "wrong digest", (OLD, NEW), "it compares with a wrong digest"),
@@ -134,7 +144,9 @@ CORRUPTIONS = [
     _corruption("rollout server", "verify", "rollout-0:verify", "changed digest", (OLD, NEW), "a digest is changed on its way"),
     _corruption("rollout server", "commit", "rollout-0:commit", "other version", (NEW, NEW), "it says that it serves another version"),
     _corruption("coordinator", "prepare", "coordinator:prepare", "wrong plan hash", (OLD, NEW), "it asks a server for another plan"),
-    _corruption("coordinator", "transfer", "coordinator:transfer", "other push", (OLD, OLD), "it asks the gang for a push that was not prepared"),
+    _corruption(
+        "coordinator", "transfer", "coordinator:transfer", "other push", (OLD, OLD), "it asks the gang for a push that was not prepared"
+    ),
     _corruption("coordinator", "verify", "coordinator:verify", "changed digest", (OLD, NEW), "it hands a server a changed digest"),
     _corruption("coordinator", "commit", "coordinator:commit", "other version", (OLD, NEW), "it commits a version that was not staged"),
 ]

@@ -109,9 +109,7 @@ class Cluster:
         """Start both ranks, as from a checkpoint of this version."""
         self._gang_starts += 1
         for rank, name in enumerate(RANKS):
-            self._start(
-                name, "rank", rank=rank, start=self._gang_starts, policy_version=policy_version, coordinator=self._coordinator
-            )
+            self._start(name, "rank", rank=rank, start=self._gang_starts, policy_version=policy_version, coordinator=self._coordinator)
 
     def worker_pid(self, server: str) -> int:
         """The engine worker of a server."""
@@ -130,7 +128,7 @@ class Cluster:
     async def adopt(self) -> dict[str, Any]:
         """Let the coordinator take the gang's version over."""
         answer = await self.ask("adopt", 20)
-        assert answer and "error" not in answer, f"{answer}\n{self.logs()}"
+        assert "policy_version" in answer, f"{answer}\n{self.logs()}"
         return answer
 
     async def status(self) -> dict[str, Any]:
@@ -177,6 +175,26 @@ class Cluster:
                 return int(status["policy_version"])
             assert time.monotonic() < deadline_s, f"{status}\n{self.logs()}"
             await asyncio.sleep(POLL_S)
+
+    async def until_stopped(self, name: str) -> None:
+        """Wait until a process has stopped."""
+        status = Path(f"/proc/{self.pid_of(name)}/status")
+        await self._until(lambda: "State:\tT" in status.read_text(), f"{name} stops", START_TIMEOUT_S)
+
+    async def until_dropped(self, server: str, timeout_s: float) -> None:
+        """Wait until a server has given its push up by itself, unless it has committed it."""
+        deadline_s = time.monotonic() + timeout_s
+        while (state := (await self.serves(server))["state"]) not in ("idle", "committed"):
+            assert time.monotonic() < deadline_s, f"{server} is {state} after {timeout_s:g} s\n{self.logs()}"
+            await asyncio.sleep(POLL_S)
+
+    async def until_ended(self, name: str) -> None:
+        """Wait until a killed process is gone for good: one of several threads can look dead before it is."""
+        pid = self.pid_of(name)
+        if name.startswith("worker"):
+            assert wait_gone([pid], START_TIMEOUT_S) == []
+        else:
+            await self._until(lambda: pid in self._zygote.ended(), f"{name} ends", START_TIMEOUT_S)
 
     def _all_registered(self, services: dict[str, str]) -> bool:
         return all(name in services and services[name] != self._left.get(name) for name in ("actor", *SERVERS))

@@ -11,7 +11,7 @@ from shoal.config.models import PushSection, RunConfig
 from shoal.telemetry.logs import setup_logging
 
 RUN_ID = "matrix"
-PREPARE_S, TRANSFER_S, VERIFY_S, COMMIT_S = 1.5, 1.5, 1.5, 1.5
+PREPARE_S, TRANSFER_S, VERIFY_S, COMMIT_S = 3.0, 2.0, 2.0, 2.0
 DEADLINES_S = PREPARE_S + TRANSFER_S + VERIFY_S + COMMIT_S
 LEASE_S = 1.5
 

@@ -78,3 +78,11 @@ def arm(folder: Path, fault: Fault) -> None:
 def has_struck(folder: Path) -> bool:
     """Whether the armed fault was met."""
     return (folder / STRUCK).exists()
+
+
+def flip_byte(path: str) -> None:
+    """Change the first byte of a staging file."""
+    with open(path, "r+b") as staging:
+        first = staging.read(1)
+        staging.seek(0)
+        staging.write(bytes([first[0] ^ 1]))

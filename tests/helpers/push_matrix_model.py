@@ -57,8 +57,10 @@ class PlainModel:
 
     def __init__(self) -> None:
         self._live = {name: torch.from_numpy(tensor) for name, tensor in engine_tensors(tensors_at(0)).items()}
-        self.parameters = tuple((name, tuple(tensor.shape), "float32") for name, tensor in self._live.items())
-        self.regions = (
+        self.parameters: tuple[tuple[str, tuple[int, ...], str], ...] = tuple(
+            (name, tuple(tensor.shape), "float32") for name, tensor in self._live.items()
+        )
+        self.regions: tuple[SinkRegion, ...] = (
             region("embed", "embed", 0),
             region("qk", "layer.q", 0),
             region("qk", "layer.k", SHAPES["layer.q"][0]),

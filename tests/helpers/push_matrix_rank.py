@@ -39,7 +39,7 @@ from shoal.types import Place, ServiceKind, TrainerDescription, TrainerRole, Upd
 from shoal.weights.places import host_id
 from shoal.weights.transports.factory import open_source_transport
 from tests.helpers.push_matrix_config import load
-from tests.helpers.push_matrix_faults import FaultBox
+from tests.helpers.push_matrix_faults import FaultBox, flip_byte
 from tests.helpers.push_matrix_model import FROZEN, tensors_at
 
 WORLD_SIZE = 2
@@ -55,13 +55,16 @@ class Shards:
     def __init__(self, context: RankContext, policy_version: int) -> None:
         self._context = context
         self.policy_version = policy_version
-        self.parameters = {name: self._sharded(name, torch.from_numpy(tensor)) for name, tensor in tensors_at(policy_version).items()}
+        tensors = {name: torch.from_numpy(tensor) for name, tensor in tensors_at(policy_version).items()}
+        self._locals = {name: self._rows(tensor).clone() for name, tensor in tensors.items()}
+        self.parameters = {name: self._sharded(name, tensor) for name, tensor in tensors.items()}
 
     def update(self, payload: bytes) -> bytes:
         """Make the shards those of the next version; repeating does nothing."""
         policy_version = trainer_pb2.UpdateBatchRequest.FromString(payload).step
-        for name, tensor in tensors_at(policy_version).items():
-            self.parameters[name].detach().to_local().copy_(self._rows(torch.from_numpy(tensor)))
+        with torch.no_grad():
+            for name, tensor in tensors_at(policy_version).items():
+                self._locals[name].copy_(self._rows(torch.from_numpy(tensor)))
         self.policy_version = policy_version
         return update_result_to_proto(UpdateResult(policy_version=policy_version, applied=True, metrics={})).SerializeToString()
 
@@ -69,11 +72,11 @@ class Shards:
         return tensor.chunk(self._context.world_size)[self._context.rank]
 
     def _sharded(self, name: str, tensor: Tensor) -> DTensor:
-        local = self._rows(tensor).clone()
         sharded = DTensor.from_local(
-            local, self._context.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tuple(tensor.stride())
+            self._locals[name], self._context.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-        return sharded.requires_grad_(name != FROZEN)
+        sharded.requires_grad_(name != FROZEN)
+        return sharded
 
 
 class FaultyCommands:
@@ -102,7 +105,7 @@ class FaultyCommands:
         answer = weights_pb2.TransferSourceResponse.FromString(self._handlers[TRANSFER](payload))
         change_transfer(answer, fault)
         if fault == "late write":
-            flip_staged_byte(self._staging[VICTIM_SERVER])
+            flip_byte(self._staging[VICTIM_SERVER])
         return answer.SerializeToString()
 
     def _digest(self, payload: bytes) -> bytes:
@@ -130,14 +133,6 @@ def change_transfer(answer: weights_pb2.TransferSourceResponse, fault: str) -> N
         pairs[0].encodings.pop()
     elif fault == "swapped digests":
         pairs[0].xxh3[0], pairs[0].xxh3[1] = pairs[0].xxh3[1], pairs[0].xxh3[0]
-
-
-def flip_staged_byte(path: str) -> None:
-    """Write into a server's staging once more."""
-    with open(path, "r+b") as staging:
-        first = staging.read(1)
-        staging.seek(0)
-        staging.write(bytes([first[0] ^ 1]))
 
 
 def change_digest(answer: weights_pb2.DigestSourceResponse, fault: str) -> None:

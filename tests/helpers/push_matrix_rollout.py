@@ -7,6 +7,8 @@ The worker holds plain tensors and the real worker sink; the engine's "tokens" a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -16,22 +18,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from shoal_rollout import weight_sink_servicer
 from shoal_rollout.engine import EngineSample, worker_values
 from shoal_rollout.engine_worker import EngineWorker, _answer
 from shoal_rollout.model_facts import ModelFacts
 from shoal_rollout.server import RolloutServer
 from shoal_rollout.weight_sink_servicer import WeightSinkServicer
-from shoal_rollout.worker_layout import Plain
+from shoal_rollout.worker_layout import Plain, layout_from_plain, layout_to_plain
 from shoal_rollout.worker_sink import WorkerSink
 
 from shoal.errors import UnavailableError
 from shoal.process import set_parent_death_signal
 from shoal.rpc.v1 import weights_pb2
-from shoal.types import Box, InflightMode, SamplingParams
+from shoal.types import Box, InflightMode, SamplingParams, SinkWorkerLayout
 from tests.helpers.push_matrix_config import load
-from tests.helpers.push_matrix_faults import FaultBox
+from tests.helpers.push_matrix_faults import FaultBox, flip_byte
 from tests.helpers.push_matrix_model import PlainModel
 
 FACTS = ModelFacts(folder="none", vocab_size=1 << 30, max_model_len=64, eos_ids=())
@@ -46,6 +47,7 @@ class PlainWorker(EngineWorker):
         self.shoal_sink = None
         self._model = PlainModel()
         self._faults = faults
+        self._staging = ""
 
     def shoal_discover(self, folder: str) -> Plain:
         """Take the plain model."""
@@ -60,16 +62,18 @@ class PlainWorker(EngineWorker):
         """PREPARE."""
         fault = self._faults.enter("prepare")
         answer = super().shoal_prepare(*arguments)
-        if fault == "impossible layout":
-            regions = answer[1][0][2]
-            regions[0][3][0][0] += 1000
+        if answer[0] == "ok":
+            layout = layout_from_plain(answer[1][0])
+            self._staging = layout.endpoints["shm"]
+            if fault == "impossible layout":
+                answer[1][0] = layout_to_plain(spoilt(layout))
         return answer
 
     def shoal_start_verify(self, pairs: Plain) -> Plain:
         """VERIFY."""
         fault = self._faults.enter("verify")
         if fault == "flipped byte":
-            self._flip_staged_byte()
+            flip_byte(self._staging)
         if fault == "wrong digest":
             pairs[0][2][0] ^= 1
         return super().shoal_start_verify(pairs)
@@ -88,10 +92,12 @@ class PlainWorker(EngineWorker):
         """What "sampling" answers."""
         return ["ok", self._model.fingerprints()]
 
-    def _flip_staged_byte(self) -> None:
-        assert self.shoal_sink is not None
-        staged = self.shoal_sink.piece("head", Box(offsets=(0, 0), sizes=(1, 1)))
-        staged.copy_((staged.view(torch.int32) ^ 1).view(torch.float32))
+
+def spoilt(layout: SinkWorkerLayout) -> SinkWorkerLayout:
+    """The same layout, but its first region lies outside the parameter."""
+    first = layout.regions[0]
+    outside = Box(offsets=(1000, *first.parameter_box.offsets[1:]), sizes=first.parameter_box.sizes)
+    return dataclasses.replace(layout, regions=(dataclasses.replace(first, parameter_box=outside), *layout.regions[1:]))
 
 
 def run_worker(connection: socket.socket, faults: FaultBox) -> None:
@@ -123,11 +129,13 @@ class ScriptedEngine:
         return asyncio.create_task(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            number, answer = json.loads(line)
-            future = self._waiting.pop(number)
-            if not future.done():
-                future.set_result(answer)
+        # A worker that dies with calls unread resets the connection.
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                number, answer = json.loads(line)
+                future = self._waiting.pop(number)
+                if not future.done():
+                    future.set_result(answer)
         self.is_dead = True
         for future in self._waiting.values():
             if not future.done():
@@ -150,9 +158,7 @@ class ScriptedEngine:
         await self._may_run.wait()
         version = self._version
         (tokens,) = await self.call_workers("test_fingerprints")
-        return EngineSample(
-            token_ids=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length", versions=[(version, 0, len(tokens))]
-        )
+        return EngineSample(token_ids=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length", versions=[(version, 0, len(tokens))])
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         """See `SamplingEngine`: samples end by themselves."""

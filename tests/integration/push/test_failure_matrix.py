@@ -105,7 +105,8 @@ async def play(stage: Stage, cell: Cell) -> None:
     cluster = await stage.ready()
     try:
         stage.outcomes[cell.name] = await Play(cluster, cell).run()
-    except BaseException:
+    except BaseException as error:
+        error.add_note(cluster.logs())
         stage.give_up()
         raise
 
@@ -121,21 +122,46 @@ class Play:
 
     async def run(self) -> dict[str, Any]:
         """Push under the fault, look at what is left, mend, push again; answers what is worth telling."""
-        cluster, cell = self._cluster, self._cell
+        cluster = self._cluster
         self._old = (await cluster.status())["policy_version"]
-        arm(cluster.folder, cell.armed(cluster))
+        arm(cluster.folder, self._cell.armed(cluster))
         async with self._traffic() as seen:
-            report = await cluster.ask("step", STEP_TIMEOUT_S)
-            audit = await cluster.ask("audit", STEP_TIMEOUT_S) if cell.audited else {}
-            assert has_struck(cluster.folder), f"the fault at {cell.at} was never met\n{cluster.logs()}"
-            self._check_report(report, audit)
-            await self._check_servers()
-            await self._go_on_without_victim()
-            self._end_fault()
+            if self._stops_coordinator:
+                report = await self._push_by_stopped()
+            else:
+                report = await self._push()
             await cluster.heal()
         assert seen[OTHER_SERVER] > 0, "the other server answered nobody"
         await self._check_mended()
-        return {"cell": cell, "report": report, "audit": audit}
+        return {"cell": self._cell, "report": report}
+
+    @property
+    def _stops_coordinator(self) -> bool:
+        return (self._cell.victim, self._cell.kind) == ("coordinator", "stop")
+
+    async def _push(self) -> dict[str, Any]:
+        """A push under the fault; answers how it ended."""
+        cluster, cell = self._cluster, self._cell
+        report = await cluster.ask("step", STEP_TIMEOUT_S)
+        audit = await cluster.ask("audit", STEP_TIMEOUT_S) if cell.audited else {}
+        assert has_struck(cluster.folder), f"the fault at {cell.at} was never met"
+        self._check_report(report, audit)
+        await self._check_servers()
+        await self._go_on_without_victim()
+        await self._end_fault()
+        return report
+
+    async def _push_by_stopped(self) -> dict[str, Any]:
+        """A push whose coordinator stops: the servers give it up by themselves, and it ends once the coordinator goes on."""
+        cluster = self._cluster
+        step = asyncio.create_task(cluster.ask("step", 2 * STEP_TIMEOUT_S))
+        await cluster.until_stopped("coordinator")
+        for server in SERVERS:
+            await cluster.until_dropped(server, DEADLINES_S + GRACE_S)
+        await self._check_servers()
+        await self._end_fault()
+        async with asyncio.timeout(DEADLINES_S + GRACE_S):
+            return await step
 
     def _check_report(self, report: dict[str, Any], audit: dict[str, Any]) -> None:
         if self._cell.victim == "coordinator" and self._cell.fault == "kill":
@@ -175,11 +201,11 @@ class Play:
         answer = await self._cluster.ask("generate", STEP_TIMEOUT_S)
         assert (answer["server"], answer["tokens"]) == (OTHER_SERVER, fingerprints_at(version)), answer
 
-    def _end_fault(self) -> None:
+    async def _end_fault(self) -> None:
         if self._cell.kind == "stop":
             os.kill(self._victim, signal.SIGCONT)
         elif self._cell.kind == "kill":
-            assert wait_gone([self._victim], 5) == []
+            await self._cluster.until_ended(PROCESS_OF[self._cell.victim])
 
     async def _check_mended(self) -> None:
         """Both servers serve the next push, and nothing is left of what ended."""
