@@ -218,8 +218,9 @@ def _write_elements(view: Tensor, where: NDArray[np.int64], values: NDArray[np.g
 def _changed(before: Tensor, after: Tensor) -> tuple[NDArray[np.int64], NDArray[np.generic]]:
     """Row-major positions of the elements that differ in any bit, and the new ones."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.element_size()]
-    differs = before.view(bits) != after.view(bits) if before.device.type != "cpu" else None
-    if differs is not None:
+    if before.device.type != "cpu":
+        differs = before.view(bits) != after.view(bits)
         return differs.flatten().nonzero().flatten().cpu().numpy(), as_array(after[differs].cpu())
     mask = as_array(before.view(bits)) != as_array(after.view(bits))
-    return np.flatnonzero(mask), as_array(after)[mask]
+    where = np.flatnonzero(mask)
+    return where, as_array(after).reshape(-1)[where] if after.is_contiguous() else as_array(after)[mask]

@@ -57,5 +57,6 @@ def box_view(tensor: Tensor, name: str, box: Box) -> Tensor:
     if not boxes.contains(boxes.whole(tensor.shape), box):
         raise TransportError(f"{name} has shape {list(tensor.shape)}; box {boxes.describe(box)} lies outside")
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
     return tensor
