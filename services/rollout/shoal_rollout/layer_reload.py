@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from shoal.errors import ConfigError
-from shoal.weights.digest import xxh3_of
+from shoal.weights.transports.pieces import digest_of
 from shoal_rollout.checkpoint_shapes import read_tensors
 from shoal_rollout.engine_parameters import EngineParameter, Holder
 from shoal_rollout.weight_swap import is_packed_linear, kept_tensors, use_live_embeddings
@@ -143,4 +143,4 @@ def _probe(holder: Holder) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    return xxh3_of(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest_of([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)], "uint8")
