@@ -1,1 +1,1 @@
-"""The weight push: planner, stages and digests in plain Python; what moves bytes is in `shoal.weights.transports`."""
+"""The weight push: planner, stages and deltas without torch; what moves bytes is in `shoal.weights.transports`."""
