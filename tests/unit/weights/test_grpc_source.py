@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -15,13 +16,15 @@ import torch
 import trustme
 from torch import Tensor
 
-from shoal.codec.bucket_stream import BucketPart, StreamHead, part_to_bytes
+from shoal.codec.bucket_stream import WEIGHT_SINK_SERVICE, BucketPart, StreamHead, part_to_bytes
 from shoal.config.models import PushSection, SecuritySection
 from shoal.errors import DeadlineError, TransportError
+from shoal.rpc.server import RpcServer
+from shoal.rpc.v1 import weights_pb2_grpc
 from shoal.types.weights import BucketEncoding
 from shoal.weights.buckets import Bucket
 from shoal.weights.transports.base import LinkRequest
-from shoal.weights.transports.grpc_sink import BulkReceiver
+from shoal.weights.transports.grpc_sink import BulkReceiver, add_bulk_handler
 from shoal.weights.transports.grpc_source import GrpcSourceLink, GrpcSourceTransport
 from shoal.weights.transports.grpc_stream import METHOD
 from tests.helpers.bulk_server import bulk_process, bulk_server
@@ -125,6 +128,20 @@ def test_stream_without_a_deadline_is_refused(staging: Staging) -> None:
         call: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(METHOD, None, None)
         with pytest.raises(grpc.RpcError, match="without a deadline"):
             call(iter([part_to_bytes(part, head)]))
+
+
+async def test_bulk_handler_answers_before_the_generated_one(staging: Staging) -> None:
+    receiver = armed(staging)
+    servicer = type("NeverAsked", (weights_pb2_grpc.WeightSinkServiceServicer,), {})()
+    server = RpcServer("127.0.0.1", 0, PLAINTEXT)
+    server.add(lambda inner: weights_pb2_grpc.add_WeightSinkServiceServicer_to_server(servicer, inner), WEIGHT_SINK_SERVICE)
+    server.add(lambda inner: add_bulk_handler(inner, receiver.write), WEIGHT_SINK_SERVICE)
+    address = f"127.0.0.1:{await server.start()}"
+    transport = make_transport(SETTING)
+    await asyncio.to_thread(push, transport, SETTING, address)
+    transport.close()
+    await server.stop(0.0)
+    assert_whole(staging)
 
 
 def test_refusal_of_the_sink_reaches_the_trainer(transport: GrpcSourceTransport, staging: Staging) -> None:

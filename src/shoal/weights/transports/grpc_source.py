@@ -1,8 +1,8 @@
 """The trainer's end of the grpc transport: buckets as messages of at most 1 MiB, over several streams for each rank and worker.
 
-A bucket goes over one stream whole; the next goes over the next stream. Between packing and a stream is a queue bounded so that all of a
-link's queues together hold less than one bucket per stream; a slow sink stops the packing. gRPC does not survive fork: a process that has
-used this starts children with spawn.
+A bucket goes over one stream whole; the next goes over the next stream. Between packing and a stream is a bounded queue; those of a server
+together hold one bucket, or two messages each if that is more. A slow sink stops the packing. gRPC does not survive fork: a process that
+has used this starts children with spawn.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from shoal.weights.delta import encode_delta
 from shoal.weights.transports.base import Delta, LinkRequest
 from shoal.weights.transports.grpc_stream import PartStream
 from shoal.weights.transports.packing import host_pieces, packed_parts
+
+_MIN_QUEUED = 2
 
 
 class GrpcSourceTransport:
@@ -111,8 +113,7 @@ class GrpcSourceLink:
         self._channels = channels
         self._peer = f"worker {request.worker.worker_rank} of server {request.server_id} at {_address_of(request.worker)}"
         self._deadline_s = time.monotonic() + request.timeout_s
-        parts = -(-bucket_bytes // MAX_PART_BYTES)
-        self._max_queued = max(2, parts * (len(channels) - 1) // len(channels))
+        self._max_queued = max(_MIN_QUEUED, bucket_bytes // MAX_PART_BYTES // (len(channels) * request.num_workers))
         self._on_disconnect = on_disconnect
         self._buffer = torch.empty(MAX_PART_BYTES, dtype=torch.uint8)
         self._streams: list[PartStream] = []
