@@ -40,6 +40,7 @@ class Cell:
     meaning: str = ""
     audited: bool = False
     slow: bool = False
+    transport: str = "shm"
 
     @property
     def fault(self) -> str:
@@ -49,7 +50,8 @@ class Cell:
     @property
     def name(self) -> str:
         """For pytest."""
-        return f"{self.victim}-{self.stage}-{self.fault}".replace(" ", "_")
+        wire = "" if self.transport == "shm" else f"-{self.transport}"
+        return f"{self.victim}-{self.stage}-{self.fault}{wire}".replace(" ", "_")
 
     def armed(self, cluster: Cluster) -> Fault:
         """The fault for this cluster's processes."""
@@ -88,24 +90,18 @@ def _served(victim: str, stage: str, kind: str) -> tuple[Served, Served]:
     return (NOTHING if kind == "kill" else LATER), NEW
 
 
-def _signal_cells() -> list[Cell]:
-    cells = []
-    for victim, points in STRIKES_AT.items():
-        for stage, at in zip(STAGES, points, strict=True):
-            for kind in SIGNALS:
-                victim_server, other_server = _served(victim, stage, kind)
-                cells.append(
-                    Cell(
-                        victim=victim,
-                        stage=stage,
-                        kind=kind,
-                        at=at,
-                        victim_server=victim_server,
-                        other_server=other_server,
-                        slow=kind == "stop",
-                    )
-                )
-    return cells
+def _signal_cell(victim: str, stage: str, kind: str, *, slow: bool = False, transport: str = "shm") -> Cell:
+    victim_server, other_server = _served(victim, stage, kind)
+    return Cell(
+        victim=victim,
+        stage=stage,
+        kind=kind,
+        at=STRIKES_AT[victim][STAGES.index(stage)],
+        victim_server=victim_server,
+        other_server=other_server,
+        slow=slow,
+        transport=transport,
+    )
 
 
 def _corruption(victim: str, stage: str, at: str, kind: str, served: tuple[Served, Served], meaning: str, *, audited: bool = False) -> Cell:
@@ -151,18 +147,27 @@ CORRUPTIONS = [
     _corruption("coordinator", "commit", "coordinator:commit", "other version", (OLD, NEW), "it commits a version that was not staged"),
 ]
 
-EXTRA = [
-    Cell(
-        victim="engine worker",
-        stage="commit",
-        kind="wrong tensor",
-        at="worker-0:commit",
-        victim_server=EITHER,
-        other_server=NEW,
-        meaning="it swaps a wrong tensor in",
-        audited=True,
+CELLS = [
+    *(
+        # A stopped coordinator is played until the servers give its push up, which takes the sum of all deadlines.
+        _signal_cell(victim, stage, kind, slow=(victim, kind) == ("coordinator", "stop"))
+        for victim in PROCESS_OF
+        for stage in STAGES
+        for kind in SIGNALS
     ),
+    *CORRUPTIONS,
+]
+
+AUDIT_CELLS = [
+    _corruption("engine worker", "commit", "worker-0:commit", "wrong tensor", (EITHER, NEW), "it swaps a wrong tensor in", audited=True)
 ]
 """Beside the matrix: only an audit can find this one."""
 
-CELLS = [*_signal_cells(), *CORRUPTIONS]
+WIRE_CELLS = [
+    _signal_cell(victim, "transfer", kind, transport=transport, slow=True)
+    for transport in ("grpc", "collective")
+    for victim in PROCESS_OF
+    for kind in SIGNALS
+    if victim != "coordinator"
+]
+"""Beside the matrix, which is played over shared memory: where servers and workers take part in TRANSFER."""

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shoal.config.models import SecuritySection
 from shoal.errors import ShoalError
 from shoal.types import SamplingParams
 from tests.helpers.processes import wait_gone
-from tests.helpers.push_matrix_cells import CELLS, EXTRA, PROCESS_OF, Cell, Served
+from tests.helpers.push_matrix_cells import AUDIT_CELLS, CELLS, PROCESS_OF, WIRE_CELLS, Cell, Served
 from tests.helpers.push_matrix_cluster import SERVERS, Cluster, Zygote
 from tests.helpers.push_matrix_config import DEADLINES_S
 from tests.helpers.push_matrix_faults import arm, has_struck
@@ -39,38 +39,36 @@ SAMPLING = SamplingParams(max_new_tokens=4)
 
 
 class Stage:
-    """The cluster that the cells are played in; a new one after a cell that failed."""
+    """The clusters that the cells are played in, one for each transport; a new one after a cell that failed."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-matrix-"))
         self.zygote = Zygote(self.folder)
-        self.cluster: Cluster | None = None
+        self._clusters: dict[str, Cluster] = {}
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._num_clusters = 0
 
-    async def ready(self) -> Cluster:
+    async def ready(self, transport: str) -> Cluster:
         """A cluster that serves."""
-        if self.cluster is None:
+        if transport not in self._clusters:
             self._num_clusters += 1
             folder = self.folder / str(self._num_clusters)
             folder.mkdir()
-            cluster = Cluster(self.zygote, folder)
+            cluster = Cluster(self.zygote, folder, transport=transport)
             await cluster.start()
-            self.cluster = cluster
-        return self.cluster
+            self._clusters[transport] = cluster
+        return self._clusters[transport]
 
-    def give_up(self) -> None:
+    def give_up(self, transport: str) -> None:
         """Kill what a failed cell left."""
-        cluster, self.cluster = self.cluster, None
-        if cluster is not None:
-            cluster.kill()
+        self._clusters.pop(transport).kill()
 
     def close(self) -> None:
-        """End the cluster in order and check that nothing is left of it."""
+        """End the clusters in order and check that nothing is left of them."""
         try:
-            if self.cluster is not None:
-                self.cluster.close()
-                assert self.cluster.staging_files() == []
+            for cluster in self._clusters.values():
+                cluster.close()
+                assert cluster.staging_files() == []
         finally:
             self.zygote.close()
             shutil.rmtree(self.folder)
@@ -86,28 +84,33 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
         reporter.write_line(f"\n{outcome_table(stage.outcomes)}")
 
 
-def parameters() -> list[Any]:
-    return [pytest.param(cell, id=cell.name, marks=[pytest.mark.slow] if cell.slow else []) for cell in CELLS]
+def parameters(cells: Sequence[Cell]) -> list[Any]:
+    return [pytest.param(cell, id=cell.name, marks=[pytest.mark.slow] if cell.slow else []) for cell in cells]
 
 
-@pytest.mark.parametrize("cell", parameters())
+@pytest.mark.parametrize("cell", parameters(CELLS))
 async def test_fault_leaves_complete_versions_only(stage: Stage, cell: Cell) -> None:
     await play(stage, cell)
 
 
-@pytest.mark.parametrize("cell", EXTRA, ids=lambda cell: cell.kind.replace(" ", "_"))
+@pytest.mark.parametrize("cell", parameters(AUDIT_CELLS))
 async def test_fault_that_only_an_audit_finds(stage: Stage, cell: Cell) -> None:
+    await play(stage, cell)
+
+
+@pytest.mark.parametrize("cell", parameters(WIRE_CELLS))
+async def test_fault_while_bytes_cross_a_wire(stage: Stage, cell: Cell) -> None:
     await play(stage, cell)
 
 
 async def play(stage: Stage, cell: Cell) -> None:
     """Play one cell; a failure costs the cluster."""
-    cluster = await stage.ready()
+    cluster = await stage.ready(cell.transport)
     try:
         stage.outcomes[cell.name] = await Play(cluster, cell).run()
     except BaseException as error:
         error.add_note(cluster.logs())
-        stage.give_up()
+        stage.give_up(cell.transport)
         raise
 
 
