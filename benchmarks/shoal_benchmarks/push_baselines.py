@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -75,46 +76,49 @@ def _copy(_rank: int, result: Connection, payload: Payload, num_threads: int) ->
 
 def _gather_and_broadcast(rank: int, result: Connection, payload: Payload) -> None:
     """Ranks 0 .. N-1 hold dim-0 shards, as FSDP2 leaves them; rank N is the engine."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
     torch.set_num_threads(1)
-    num_ranks = dist.get_world_size() - 1
-    train, push = dist.new_group(list(range(num_ranks))), dist.new_group([0, num_ranks])
-    if rank == num_ranks:
-        received = payload.empty()
-
-        def transfer() -> None:
-            for tensor in received.values():
-                dist.broadcast(tensor, 0, group=push)
-    else:
-        mesh = DeviceMesh.from_group(train, "cpu")
-        shards = [
-            DTensor.from_local(
-                _chunk(tensor, rank, num_ranks), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
-            for tensor in payload.filled().values()
-        ]
-
-        def transfer() -> None:
-            for shard in shards:
-                whole = shard.full_tensor()
-                if rank == 0:
-                    dist.broadcast(whole, 0, group=push)
-
+    engine = dist.get_world_size() - 1
+    train, push = dist.new_group(list(range(engine))), dist.new_group([0, engine])
+    received = payload.empty() if rank == engine else {}
+    transfer = partial(_receive_broadcasts, received, push) if rank == engine else _gathering(payload, rank, engine, train, push)
     seconds = []
     for _ in range(payload.repeats + 1):
         dist.barrier()
         start_s = time.monotonic()
         transfer()
         end = torch.tensor([time.monotonic()], dtype=torch.float64)
-        dist.broadcast(end, num_ranks)
+        dist.broadcast(end, engine)
         seconds.append(float(end.item()) - start_s)
-    if rank == num_ranks:
+    if rank == engine:
         _check_received(received, payload)
     if rank == 0:
         result.send(seconds[1:])
     dist.barrier()
+
+
+def _receive_broadcasts(received: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    for tensor in received.values():
+        dist.broadcast(tensor, 0, group=group)
+
+
+def _gathering(payload: Payload, rank: int, num_ranks: int, train: dist.ProcessGroup, push: dist.ProcessGroup) -> Callable[[], None]:
+    """A trainer rank's part."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(train, "cpu")
+    shards = [
+        DTensor.from_local(_chunk(tensor, rank, num_ranks), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+        for tensor in payload.filled().values()
+    ]
+
+    def transfer() -> None:
+        for shard in shards:
+            whole = shard.full_tensor()
+            if rank == 0:
+                dist.broadcast(whole, 0, group=push)
+
+    return transfer
 
 
 def _chunk(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
