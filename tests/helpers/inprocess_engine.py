@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.types import InflightMode
+
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -59,8 +61,9 @@ class InProcessEngine:
 
         return worker_values(self.llm.collective_rpc(method, args=args))
 
-    async def pause(self) -> None:
+    async def pause(self, inflight: InflightMode, timeout_s: float) -> int:
         """Nothing runs between synchronous calls."""
+        return 0
 
     async def finish_swap(self, version: str) -> None:
         """Drop cached keys and values and tag the version."""

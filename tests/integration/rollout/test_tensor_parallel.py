@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from shoal.clients.rollout import RolloutClient
 from shoal.clients.weights import WeightSinkClient
-from shoal.types import Completion, SamplingParams
+from shoal.config.models import PushSection
+from shoal.types import Completion, InflightMode, SamplingParams
 from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout
 from tests.helpers.tiny_models import Architecture, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
 from tests.helpers.weight_source import FakeSource
@@ -26,12 +28,17 @@ async def test_push_into_two_workers_serves_exactly_the_new_weights(tmp_path: Pa
     try:
         await _check(server, folder)
         tensors = perturbed_tensors(folder, seed=1)
+        source = FakeSource(tensors, PushSection(shm_dir=str(server.shm_dir)))
         async with WeightSinkClient(server.address, SECURITY) as sink:
-            layout, _ = await sink.prepare("push-1", 1, timeout_s=20)
-            assert [worker.worker_rank for worker in layout.workers] == [0, 1]
-            plan_hash, digests = FakeSource(tensors).write(layout)
-            await sink.verify("push-1", 1, plan_hash, digests, timeout_s=30)
-            await sink.commit("push-1", 1, timeout_s=30)
+            prepared = await sink.prepare("push-1", 1, 120.0, timeout_s=20)
+            assert [worker.worker_rank for worker in prepared.layout.workers] == [0, 1]
+            plan_hash = source.prepare("push-1", 1, prepared.layout)
+            await sink.plan("push-1", 1, plan_hash, source.layout, timeout_s=20)
+            pairs = await asyncio.to_thread(source.transfer, "push-1")
+            await sink.verify("push-1", 1, plan_hash, pairs, timeout_s=30)
+            await sink.commit("push-1", 1, InflightMode.KEEP, timeout_s=30)
+            assert await sink.digest(1, plan_hash, timeout_s=30) == source.digest(prepared.layout.server_id, plan_hash)
+        source.close()
         await _check(server, save_variant(folder, tmp_path / "v1", tensors))
         assert not _named_shared_memory(server), "killed processes would leave these behind"
         server.process.terminate()
