@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from shoal.config.models import PushSection
 from shoal.telemetry.logs import get_logger
@@ -18,7 +18,10 @@ from shoal_rollout.worker_layout import Plain, buckets_to_plain, layout_from_pla
 log = get_logger(__name__)
 
 STEP_S = 0.02
-"""How long the engine's workers check, pack or digest between two steps of generation."""
+"""How long the engine's workers check, pack or digest between two steps of generation, at least."""
+STEP_SHARE = 0.5
+"""Of the time that a step of generation takes: slow steps would else make a check of seconds last for minutes."""
+MAX_STEP_S = 0.25
 PART_PIECES = 2000
 """Pieces of a plan that are handed to the workers at once."""
 
@@ -74,9 +77,10 @@ class SinkWorkers:
         Raises: StateError: a bucket without digest, or one that differs; names the parameter.
         """
         await self._call("shoal_start_verify", pairs_to_plain(pairs))
+        pace = _Pace()
         while True:
             check_time()
-            answers = await self._call("shoal_step_verify", STEP_S)
+            answers = await pace.run(lambda budget_s: self._call("shoal_step_verify", budget_s))
             if all(is_done for is_done, _ in answers):
                 return sum(num_bytes for _, num_bytes in answers)
 
@@ -92,9 +96,9 @@ class SinkWorkers:
         """
         await self._call("shoal_start_digest", plan_hash)
         found: dict[tuple[int, int], PieceDigests] = {}
-        waiting = True
+        waiting, pace = True, _Pace()
         while waiting:
-            answers = await self._call("shoal_step_digest", STEP_S)
+            answers = await pace.run(lambda budget_s: self._call("shoal_step_digest", budget_s))
             waiting = not all(is_done for is_done, _, _ in answers)
             for worker_rank, (_, pieces, staged) in enumerate(answers):
                 found |= {(pair.rank, pair.worker_rank): pair for pair in pieces_from_plain(pieces)}
@@ -116,6 +120,21 @@ class SinkWorkers:
 
     async def _call(self, method: str, *args: Plain) -> list[Plain]:
         return await self._engine.call_workers(method, *args)
+
+
+class _Pace:
+    """How long the next step of work may take, from how long generation made the last one wait."""
+
+    def __init__(self) -> None:
+        self._budget_s = STEP_S
+
+    async def run(self, step: Callable[[float], Awaitable[list[Plain]]]) -> list[Plain]:
+        """Run a step with a budget in seconds."""
+        start_s = time.monotonic()
+        answers = await step(self._budget_s)
+        waited_s = time.monotonic() - start_s - self._budget_s
+        self._budget_s = min(max(waited_s * STEP_SHARE, STEP_S), MAX_STEP_S)
+        return answers
 
 
 def _plan_parts(plan: ServerPlan, num_workers: int) -> Iterator[list[Plain]]:

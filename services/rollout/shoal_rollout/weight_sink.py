@@ -281,11 +281,9 @@ class WeightSink:
         return committed
 
     async def _swap(self, policy_version: int, inflight: InflightMode, wait_s: float) -> SinkCommitted:
-        start_s = time.perf_counter()
         num_aborted = await self._engine.pause(inflight, wait_s)
-        if inflight is InflightMode.WAIT:
-            # Until here the engine was generating.
-            start_s = time.perf_counter()
+        # Until here the engine was generating: a pause begins after the step that is running.
+        start_s = time.perf_counter()
         await self._workers.commit()
         await self._engine.finish_swap(str(policy_version))
         self._served_version = policy_version
