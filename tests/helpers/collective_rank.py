@@ -17,14 +17,16 @@ from shoal.weights.transports.collective_source import CollectiveSourceLink, Col
 from tests.helpers.wire_setting import Setting, cut
 
 
-def request_of(setting: Setting, address: str, *, push_id: str, group: str, rank: int = 0, timeout_s: float = 20.0) -> LinkRequest:
+def request_of(
+    setting: Setting, address: str, *, push_id: str, group: str, rank: int = 0, timeout_s: float = 20.0, server_id: str = "server"
+) -> LinkRequest:
     """Version 1, worker 0."""
     return LinkRequest(
         push_id=push_id,
         policy_version=1,
         rank=rank,
         world_size=setting.num_ranks,
-        server_id="server",
+        server_id=server_id,
         worker=setting.sink({"collective": address}).workers[0],
         num_workers=setting.num_workers,
         collective_group=group,

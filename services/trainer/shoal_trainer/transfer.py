@@ -29,7 +29,7 @@ from shoal_trainer.source_layout import HeldTensors
 log = get_logger(__name__)
 
 STUCK_GRACE_S = 1.0
-"""How much longer than the deadline a server's thread is waited for; a link should end by itself at the deadline."""
+"""How much longer than the deadline a server's thread is waited for, at most; a link should end by itself at the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,11 @@ class ServerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushTo:
-    """One server in one push. base: what its staging holds and may be built on; None sends everything."""
+    """One server in one push.
+
+    base: what its staging holds and may be built on; None sends everything. deadline, gives_up: of `time.monotonic`, when sending must be
+    over, and when its thread is waited for no longer.
+    """
 
     push_id: str
     policy_version: int
@@ -65,6 +69,7 @@ class PushTo:
     base: StagedVersion | None
     collective_group: str
     deadline: float
+    gives_up: float
 
 
 class Encoder:
@@ -165,7 +170,7 @@ def send_to_all(
     for thread in threads.values():
         thread.start()
     for server_id, thread in threads.items():
-        thread.join(max(pushes[server_id].deadline + STUCK_GRACE_S - time.monotonic(), 0.0))
+        thread.join(max(pushes[server_id].gives_up - time.monotonic(), 0.0))
     stuck = {server_id: thread for server_id, thread in threads.items() if server_id not in found}
     for server_id in stuck:
         log.error("weight_transfer_stuck", server_id=server_id, push_id=pushes[server_id].push_id)

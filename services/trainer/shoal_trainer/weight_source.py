@@ -37,7 +37,7 @@ from shoal.weights.transports.base import SourceTransport
 from shoal.weights.transports.pieces import canonical_digest
 from shoal_trainer.shadow import Shadow
 from shoal_trainer.source_layout import HeldTensors
-from shoal_trainer.transfer import Encoder, PairPart, PushTo, ServerPart, failed, send_to_all
+from shoal_trainer.transfer import STUCK_GRACE_S, Encoder, PairPart, PushTo, ServerPart, failed, send_to_all
 
 log = get_logger(__name__)
 
@@ -283,6 +283,7 @@ class WeightSource:
     def _push_to(
         self, push: _PreparedPush, part: ServerPart, base: StagedVersion | None, groups: Mapping[str, str], started_s: float
     ) -> PushTo:
+        timeout_s = self._settings.transfer_timeout_s
         return PushTo(
             push_id=push.push_id,
             policy_version=push.policy_version,
@@ -291,7 +292,8 @@ class WeightSource:
             part=part,
             base=base,
             collective_group=groups.get(part.server_id, ""),
-            deadline=started_s + sending_s(self._settings.transfer_timeout_s),
+            deadline=started_s + sending_s(timeout_s),
+            gives_up=started_s + sending_s(timeout_s) + stuck_grace_s(timeout_s),
         )
 
     def _piece_digests(self, part: ServerPart) -> Iterator[PieceDigests]:
@@ -307,6 +309,11 @@ class WeightSource:
 def sending_s(transfer_timeout_s: float) -> float:
     """How long a rank sends to a server: one that is too slow must not cost the others the push."""
     return transfer_timeout_s - min(ANSWER_RESERVE_S, 0.4 * transfer_timeout_s)
+
+
+def stuck_grace_s(transfer_timeout_s: float) -> float:
+    """How much longer a server's thread is waited for; half of what is reserved for the answer at most."""
+    return min(STUCK_GRACE_S, (transfer_timeout_s - sending_s(transfer_timeout_s)) / 2)
 
 
 def _base(target: SinkTarget) -> StagedVersion | None:

@@ -16,6 +16,7 @@ from shoal.config.models import PushSection
 from shoal.errors import DeadlineError, ShoalError, StateError, TransportError
 from shoal.types.weights import BucketEncoding
 from shoal.weights.buckets import Bucket
+from shoal.weights.transports import collective_source
 from shoal.weights.transports.collective_sink import (
     TRANSITIONS,
     BufferPool,
@@ -68,11 +69,11 @@ def transport() -> Iterator[CollectiveSourceTransport]:
     made.close()
 
 
-def push(transport: CollectiveSourceTransport, worker: Worker, push_id: str, group: str) -> None:
+def push(transport: CollectiveSourceTransport, worker: Worker, push_id: str, group: str, server_id: str = "server") -> None:
     """Everything, from start to the worker's word."""
     worker.staging.buffer.zero_()
     worker.start(push_id, group)
-    link = transport.open(request_of(SETTING, worker.store.address, push_id=push_id, group=group))
+    link = transport.open(request_of(SETTING, worker.store.address, push_id=push_id, group=group, server_id=server_id))
     send(link, SETTING)
     link.finish()
     link.close()
@@ -98,11 +99,23 @@ def test_group_of_another_name_is_new_and_the_old_one_goes(transport: Collective
     assert len(os.listdir("/proc/self/fd")) <= num_files + 2
 
 
-def test_kept_group_is_left_when_its_server_is_not_pushed_to(transport: CollectiveSourceTransport, worker: Worker) -> None:
+def test_group_is_kept_while_its_server_is_left_out_of_some_pushes(transport: CollectiveSourceTransport, worker: Worker) -> None:
     other = Worker()
     push(transport, worker, "push-1", "group")
-    push(transport, other, "push-2", "other")
-    push(transport, other, "push-3", "other")
+    for number in range(2, 5):
+        push(transport, other, f"push-{number}", "other", "other")
+    push(transport, worker, "push-5", "group")
+    other.close()
+
+
+def test_kept_group_is_left_when_its_server_is_not_pushed_to_any_more(
+    transport: CollectiveSourceTransport, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_source, "UNUSED_PUSHES", 1)
+    other = Worker()
+    push(transport, worker, "push-1", "group")
+    for number in range(2, 4):
+        push(transport, other, f"push-{number}", "other", "other")
     # The rank has left: the worker notices with the next push, and one under another name works.
     worker.start("push-4", "group")
     with pytest.raises(TransportError):

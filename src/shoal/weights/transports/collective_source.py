@@ -22,13 +22,17 @@ from shoal.weights.transports.packing import host_pieces, pack_whole
 from shoal.weights.transports.pair_group import RANK, Header, Kind, PairGroup, connect_store, hello
 from shoal.weights.transports.pieces import pack_bucket
 
+UNUSED_PUSHES = 64
+"""A group is left after so many pushes that did not use it, else those of servers that are gone would pile up. A server that is only left
+out of a push, as while another one is caught up, still has its end and names the group again."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A group that a finished push has left, and where it was formed under which name."""
+    """A group that a finished push has left, where it was formed under which name, and the number of that push."""
 
     origin: tuple[str, str]
-    push_id: str
+    push_number: int
     group: PairGroup
 
 
@@ -43,6 +47,7 @@ class CollectiveSourceTransport:
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], _Kept] = {}
         self._push_id = ""
+        self._push_number = 0
         self._local = threading.local()
 
     def prepare(self, worker: SinkWorkerLayout) -> None:
@@ -85,16 +90,16 @@ class CollectiveSourceTransport:
 
     def _keep(self, request: LinkRequest, group: PairGroup) -> None:
         with self._lock:
-            kept = _Kept(_origin(request), request.push_id, group)
+            kept = _Kept(_origin(request), self._push_number, group)
             self._kept[request.server_id, request.worker.worker_rank] = kept
 
     def _drop_unused(self, push_id: str) -> None:
-        """Leave the groups that the push before did not use, else those of replaced servers would pile up."""
+        """Count the pushes, and leave the groups that none of the last UNUSED_PUSHES has used."""
         if push_id == self._push_id:
             return
-        for key in [key for key, kept in self._kept.items() if kept.push_id != self._push_id]:
+        self._push_id, self._push_number = push_id, self._push_number + 1
+        for key in [key for key, kept in self._kept.items() if self._push_number - kept.push_number > UNUSED_PUSHES]:
             self._kept.pop(key).group.close()
-        self._push_id = push_id
 
     def _buffer(self, num_bytes: int) -> Tensor:
         """This thread's buffer; free again when a send has returned."""
