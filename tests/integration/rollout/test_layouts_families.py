@@ -30,15 +30,15 @@ def _family(architecture: Architecture, *, tied: bool = False, **overrides: obje
 
 
 FAMILIES = [
-    _family("llama"),
-    _family("llama", tied=True, attention_bias=True, mlp_bias=True),
     _family("qwen2", tied=True),
     _family("qwen3"),
     _family("gemma", tied=True),
-    _family("gemma2", tied=True),
-    _family("gemma3", tied=True),
     _family("opt", tied=True),
     _family("mixtral"),
+    _family("llama"),
+    _family("llama", tied=True, attention_bias=True, mlp_bias=True),
+    _family("gemma2", tied=True),
+    _family("gemma3", tied=True),
 ]
 """All with a vocabulary of 101, which the engine pads to 128."""
 
