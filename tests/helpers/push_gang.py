@@ -21,9 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shoal import errors
+from shoal.config.models import PushSection, SecuritySection
 from shoal.errors import DeadlineError, InternalError, ShoalError
-from shoal.weights.transports.shm import ShmSourceTransport
+from shoal.weights.transports.factory import open_source_transport
 from tests.helpers.layouts import decoder_shapes
+from tests.helpers.weight_source import identity
 
 UPDATE, COUNT_COLLECTIVES = "test.update", "test.count_collectives"
 START_TIMEOUT_S = 90.0
@@ -66,7 +68,7 @@ def full_parameters(*, tied: bool, num_updates: int) -> dict[str, Tensor]:
 class Rank:
     """The loop of one rank."""
 
-    def __init__(self, rank: int, world_size: int, tied: bool) -> None:
+    def __init__(self, rank: int, world_size: int, tied: bool, settings: PushSection) -> None:
         model = build_decoder(tied=tied)
         mesh = init_device_mesh("cpu", (world_size,))
         for layer in model.model.layers.children():  # type: ignore[union-attr]
@@ -75,7 +77,13 @@ class Rank:
         self._model = model
         self._version = 0
         self._num_collectives = 0
-        source = WeightSource(dict(model.named_parameters()), rank, world_size, ShmSourceTransport(), policy_version=lambda: self._version)
+        source = WeightSource(
+            dict(model.named_parameters()),
+            identity(rank, world_size),
+            open_source_transport(settings, SecuritySection()),
+            settings,
+            policy_version=lambda: self._version,
+        )
         own: dict[str, Callable[[bytes], bytes]] = {UPDATE: self._update, COUNT_COLLECTIVES: self._count_collectives}
         self._handlers = dict(WeightCommands(source, lambda: self._version).handlers()) | own
 
@@ -101,12 +109,12 @@ class Rank:
         return str(self._num_collectives).encode()
 
 
-def run_rank(rank: int, world_size: int, store: str, tied: bool, connection: Connection) -> None:
+def run_rank(rank: int, world_size: int, store: str, tied: bool, settings: PushSection, connection: Connection) -> None:
     """Entry of a spawned rank; ends when the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    loop = Rank(rank, world_size, tied)
+    loop = Rank(rank, world_size, tied, settings)
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -119,13 +127,13 @@ def run_rank(rank: int, world_size: int, store: str, tied: bool, connection: Con
 class PipeGang:
     """`WeightGang` over spawned ranks."""
 
-    def __init__(self, world_size: int, folder: Path, *, tied: bool) -> None:
+    def __init__(self, world_size: int, folder: Path, settings: PushSection, *, tied: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self.processes: list[SpawnProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(rank, world_size, str(folder / "store"), tied, theirs), daemon=True)
+            process = context.Process(target=run_rank, args=(rank, world_size, str(folder / "store"), tied, settings, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
