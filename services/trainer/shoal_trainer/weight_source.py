@@ -107,6 +107,7 @@ class WeightSource:
         self._source: SourceLayout | None = None
         self._plans: dict[str, _Planned] = {}
         self._push: _PreparedPush | None = None
+        self._transferred: SourceTransferred | None = None
         self._stuck: dict[str, threading.Thread] = {}
 
     @property
@@ -129,7 +130,7 @@ class WeightSource:
         Returns: the plan of every server that can be planned, the same on every rank; the others are logged.
         Raises: StateError: the parameters are of another version. TransportError: the layout is not of this gang.
         """
-        self._push = None
+        self._forget_push()
         self._check_version(policy_version)
         self._check_source(source)
         self._plan(source, targets)
@@ -140,7 +141,7 @@ class WeightSource:
         return {part.server_id: PlannedServer(plan_hash=part.plan_hash, num_bytes=part.num_bytes) for part, _ in planned}
 
     def transfer(self, push_id: str, collective_groups: Mapping[str, str]) -> SourceTransferred:
-        """Send this rank's parts to all servers side by side; may be repeated for the same push.
+        """Send this rank's parts to all servers side by side. A repeat sends nothing and answers the same.
 
         Args:
             collective_groups: by server id, where the collective transport is used.
@@ -150,6 +151,9 @@ class WeightSource:
         started_s = time.monotonic()
         push = self._prepared(push_id)
         self._check_version(push.policy_version)
+        if self._transferred is not None:
+            # Servers take a bucket once, and the shadow is ahead of what their staging held.
+            return self._transferred
         self._stuck = {server_id: thread for server_id, thread in self._stuck.items() if thread.is_alive()}
         servers = {part.server_id: self._without_sending(part) for part, _ in push.servers}
         pushes = {
@@ -163,12 +167,13 @@ class WeightSource:
         # Whether a server got everything does not matter: one that did not has no complete version staged, and gets no delta next time.
         self._shadow.update(push.policy_version)
         outcomes = {server_id: sent[server_id] if outcome is None else outcome for server_id, outcome in servers.items()}
-        return SourceTransferred(servers=outcomes, transfer_ms=(time.monotonic() - started_s) * 1e3)
+        self._transferred = SourceTransferred(servers=outcomes, transfer_ms=(time.monotonic() - started_s) * 1e3)
+        return self._transferred
 
     def abort(self, push_id: str) -> None:
         """Forget a prepared push; another push id, or repeating, changes nothing."""
         if self._push is not None and self._push.push_id == push_id:
-            self._push = None
+            self._forget_push()
 
     def digest(self, policy_version: int, plan_hashes: Mapping[str, str]) -> dict[str, tuple[PieceDigests, ...]]:
         """Digests of what this rank holds, as its pieces of the last plans.
@@ -189,8 +194,11 @@ class WeightSource:
 
     def close(self) -> None:
         """Let go of the servers' staging buffers."""
-        self._push = None
+        self._forget_push()
         self._transport.close()
+
+    def _forget_push(self) -> None:
+        self._push, self._transferred = None, None
 
     def _check_version(self, policy_version: int) -> None:
         held = self._held_version()
