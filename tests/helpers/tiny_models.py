@@ -19,13 +19,15 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-Architecture = Literal["qwen2", "llama", "qwen3", "gemma", "gemma2", "gemma3", "opt", "mixtral", "gpt2"]
+Architecture = Literal["qwen2", "llama", "qwen3", "gemma", "gemma2", "gemma3", "opt", "mixtral", "qwen3_moe", "phi3", "gpt2"]
 
 VOCAB_SIZE = 101
 """Odd, so that an engine has to pad its vocabulary."""
@@ -42,12 +44,16 @@ _CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "phi3": Phi3Config,
 }
 _EXTRAS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "gemma": {"head_dim": 32},
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
     "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+    # The kernel for experts wants a multiple of 32, so these are padded after loading.
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 

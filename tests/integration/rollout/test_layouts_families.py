@@ -35,6 +35,8 @@ FAMILIES = [
     _family("gemma", tied=True),
     _family("opt", tied=True),
     _family("mixtral"),
+    _family("qwen3_moe"),
+    _family("phi3"),
     _family("llama"),
     _family("llama", tied=True, attention_bias=True, mlp_bias=True),
     _family("gemma2", tied=True),
