@@ -23,7 +23,6 @@ from tests.helpers.push_matrix_model import fingerprints_at
 SERVERS = ("rollout-0", "rollout-1")
 RANKS = ("rank-0", "rank-1")
 START_TIMEOUT_S = 30.0
-HEAL_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 5.0
 POLL_S = 0.03
 
@@ -75,7 +74,11 @@ class Zygote:
 class Cluster:
     """Two ranks, two rollout servers with a worker each, and a coordinator."""
 
-    def __init__(self, zygote: Zygote, folder: Path, **push: Any) -> None:  # noqa: ANN401 - settings of the push section
+    heal_timeout_s = 30.0
+    checkpoint = ""
+    """Folder of the model that the gang holds; the matrix's own tensors if there is none."""
+
+    def __init__(self, zygote: Zygote, folder: Path, **sections: dict[str, Any]) -> None:
         self._zygote = zygote
         self.folder = folder
         self.pids: dict[str, int] = {}
@@ -84,7 +87,7 @@ class Cluster:
         """Incarnations of services that have ended; the coordinator may still list them."""
         self._gang_starts = 0
         self._port = free_port()
-        push_matrix_config.write(folder, **push)
+        push_matrix_config.write(folder, **sections)
         (folder / "logs").mkdir()
 
     async def start(self) -> None:
@@ -109,7 +112,8 @@ class Cluster:
         """Start both ranks, as from a checkpoint of this version."""
         self._gang_starts += 1
         for rank, name in enumerate(RANKS):
-            self._start(name, "rank", rank=rank, start=self._gang_starts, policy_version=policy_version, coordinator=self._coordinator)
+            place = {"rank": rank, "start": self._gang_starts, "policy_version": policy_version}
+            self._start(name, "rank", **place, coordinator=self._coordinator, checkpoint=self.checkpoint)
 
     def worker_pid(self, server: str) -> int:
         """The engine worker of a server."""
@@ -127,7 +131,7 @@ class Cluster:
 
     async def adopt(self) -> dict[str, Any]:
         """Let the coordinator take the gang's version over."""
-        answer = await self.ask("adopt", 20)
+        answer = await self.ask("adopt", self.heal_timeout_s)
         assert "policy_version" in answer, f"{answer}\n{self.logs()}"
         return answer
 
@@ -166,11 +170,11 @@ class Cluster:
 
     async def heal(self) -> int:
         """Start again what has ended, until all servers take traffic at the current version; answers it."""
-        deadline_s = time.monotonic() + HEAL_TIMEOUT_S
+        deadline_s = time.monotonic() + self.heal_timeout_s
         while True:
             await self._restart_ended()
             status = await self.status()
-            if status.get("traffic") == list(SERVERS) and self._all_registered(status["services"]) and not self._ended():
+            if status.get("traffic") == list(SERVERS) and self._all_registered(status["services"]) and not self.ended():
                 self.note_workers()
                 return int(status["policy_version"])
             assert time.monotonic() < deadline_s, f"{status}\n{self.logs()}"
@@ -194,13 +198,13 @@ class Cluster:
         if name.startswith("worker"):
             assert wait_gone([pid], START_TIMEOUT_S) == []
         else:
-            await self._until(lambda: pid in self._zygote.ended(), f"{name} ends", START_TIMEOUT_S)
+            await self._until(lambda: name in self.ended(), f"{name} ends", START_TIMEOUT_S)
 
     def _all_registered(self, services: dict[str, str]) -> bool:
         return all(name in services and services[name] != self._left.get(name) for name in ("actor", *SERVERS))
 
     async def _restart_ended(self) -> None:
-        ended = self._ended()
+        ended = self.ended()
         if "coordinator" in ended:
             self.start_coordinator()
             await self.until_up("coordinator")
@@ -216,7 +220,8 @@ class Cluster:
             self._left["actor"] = services.get("actor", "")
             self.start_gang(int((await self.status())["policy_version"]))
 
-    def _ended(self) -> set[str]:
+    def ended(self) -> set[str]:
+        """Names of the processes that have ended and were not started again."""
         ended = self._zygote.ended()
         return {name for name, pid in self.pids.items() if pid in ended}
 

@@ -185,7 +185,7 @@ class MatrixCoordinator:
 
     async def adopt(self) -> dict[str, Any]:
         """Take over the actor's version."""
-        await self.registry.wait_for({ServiceKind.ACTOR: 1, ServiceKind.ROLLOUT: 1}, 10)
+        await self.registry.wait_for({ServiceKind.ACTOR: 1, ServiceKind.ROLLOUT: 1}, self._config.coordinator.ready_timeout_s)
         self.fleet.set_policy_version((await self.fleet.gang(ServiceKind.ACTOR).describe()).step)
         return await self.status()
 
@@ -219,6 +219,7 @@ class MatrixCoordinator:
             "traffic": list(self._pool.server_ids()),
             "addresses": {info.service_id: info.address for info in self.registry.services()},
             "services": {info.service_id: info.incarnation for info in self.registry.services()},
+            "plans": {member.info.service_id: member.plan.plan_hash for member in self.fleet.rollouts() if member.plan is not None},
             "states": {info.service_id: self.fleet.state_of(info) for info in self.registry.services(ServiceKind.ROLLOUT)},
         }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from shoal_trainer import servicer as trainer_servicer
 from shoal_trainer import weight_servicer
 from shoal_trainer.command_store import CommandStore, open_command_store
@@ -52,10 +53,11 @@ Handler = Callable[[bytes], bytes]
 class Shards:
     """This rank's rows of every tensor, at a version."""
 
-    def __init__(self, context: RankContext, policy_version: int) -> None:
+    def __init__(self, context: RankContext, policy_version: int, checkpoint: Path | None) -> None:
         self._context = context
+        self._checkpoint = checkpoint
         self.policy_version = policy_version
-        tensors = {name: torch.from_numpy(tensor) for name, tensor in tensors_at(policy_version).items()}
+        tensors = self._tensors_at(policy_version)
         self._locals = {name: self._rows(tensor).clone() for name, tensor in tensors.items()}
         self.parameters = {name: self._sharded(name, tensor) for name, tensor in tensors.items()}
 
@@ -63,10 +65,15 @@ class Shards:
         """Make the shards those of the next version; repeating does nothing."""
         policy_version = trainer_pb2.UpdateBatchRequest.FromString(payload).step
         with torch.no_grad():
-            for name, tensor in tensors_at(policy_version).items():
-                self._locals[name].copy_(self._rows(torch.from_numpy(tensor)))
+            for name, tensor in self._tensors_at(policy_version).items():
+                self._locals[name].copy_(self._rows(tensor))
         self.policy_version = policy_version
         return update_result_to_proto(UpdateResult(policy_version=policy_version, applied=True, metrics={})).SerializeToString()
+
+    def _tensors_at(self, policy_version: int) -> dict[str, Tensor]:
+        if self._checkpoint is None:
+            return {name: torch.from_numpy(tensor) for name, tensor in tensors_at(policy_version).items()}
+        return {name: tensor * (1 + policy_version / 64) for name, tensor in load_file(self._checkpoint / "model.safetensors").items()}
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor.chunk(self._context.world_size)[self._context.rank]
@@ -171,12 +178,13 @@ class FaultyServicer(weight_servicer.WeightSourceServicer):
         return answer
 
 
-def main(folder: str, rank: int, start: int, policy_version: int, coordinator: str) -> int:
+def main(folder: str, rank: int, start: int, policy_version: int, coordinator: str, checkpoint: str = "") -> int:
     """Run one rank until it is told to stop.
 
     Args:
         start: number of this start of the gang; its ranks meet under it.
         policy_version: version that the shards have at the start, as after loading a checkpoint.
+        checkpoint: folder of a model to hold; the matrix's own tensors if there is none.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -187,7 +195,7 @@ def main(folder: str, rank: int, start: int, policy_version: int, coordinator: s
     )
     context = RankContext(rank=rank, world_size=WORLD_SIZE, device=torch.device("cpu"), mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
     store = open_command_store(context, "127.0.0.1")
-    shards = Shards(context, policy_version)
+    shards = Shards(context, policy_version, Path(checkpoint) if checkpoint else None)
     weights = WeightCommands(_source(config, context, shards, f"gang-{start}"), lambda: shards.policy_version).handlers()
     handlers = FaultyCommands(weights, FaultBox(path, f"rank-{rank}")).handlers() | {UPDATE: shards.update}
     if rank == 0:

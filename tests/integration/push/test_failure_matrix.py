@@ -54,7 +54,7 @@ class Stage:
             self._num_clusters += 1
             folder = self.folder / str(self._num_clusters)
             folder.mkdir()
-            cluster = Cluster(self.zygote, folder, transport=transport)
+            cluster = Cluster(self.zygote, folder, push={"transport": transport})
             await cluster.start()
             self._clusters[transport] = cluster
         return self._clusters[transport]
