@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.staged_copies import folder_tensors, live_bytes, stage_copies, swap
+from tests.helpers.staged_copies import live_bytes, stage_copies, swap, trained_tensors
 
 if TYPE_CHECKING:
     from shoal_rollout.engine_model import EngineModel
@@ -29,7 +29,7 @@ class LayoutWorker:
 
     def layout_swap(self, folder: str) -> bool:
         """Stage a checkpoint folder and swap; answers whether the live weights are the staged ones afterwards, where they can be read."""
-        staged = stage_copies(self.layout_model, folder_tensors(Path(folder)))
+        staged = stage_copies(self.layout_model, trained_tensors(Path(folder)))
         swap(self.layout_model, staged)
         if self.layout_model.mode == "reload":
             return True

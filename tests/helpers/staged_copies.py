@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from shoal.types import Box, SinkRegion
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """Load every tensor of a checkpoint folder."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def trained_tensors(folder: Path) -> dict[str, Tensor]:
+    """The parameters of the Hugging Face model of a folder, as a trainer holds them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def stage_copies(model: EngineModel, source: Mapping[str, Tensor]) -> dict[str, Tensor]:

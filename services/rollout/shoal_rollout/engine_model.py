@@ -20,10 +20,12 @@ from shoal.errors import ConfigError
 from shoal.types import SinkRegion
 from shoal.weights.boxes import whole
 from shoal_rollout.checkpoint_shapes import meta_checkpoint
-from shoal_rollout.engine_parameters import EngineParameter, collect_parameters, record_load, tensors_read
+from shoal_rollout.engine_parameters import EngineParameter, collect_parameters, record_load, stage_parameters, tensors_read
 from shoal_rollout.layer_reload import prove_reload, reload_layers
 from shoal_rollout.layout_check import check_layout
 from shoal_rollout.live_weights import live_values
+from shoal_rollout.load_recorder import Origin
+from shoal_rollout.trained_form import as_trained, trained_origins
 from shoal_rollout.weight_swap import Apply, check_swappable, prepare_swap, use_live_embeddings
 
 StagedShapes = tuple[tuple[str, tuple[int, ...], str], ...]
@@ -42,7 +44,7 @@ class EngineModel:
         mode: copies: engine parameters are staged; reload: the checkpoint's own tensors are.
         reason: Why the mode is reload; empty otherwise.
         parameters: What is staged.
-        regions: Which part of which checkpoint tensor belongs where in a parameter; what none covers is zero.
+        regions: Which part of which tensor of the trained model belongs where in a parameter; what none covers is zero.
     """
 
     mode: Literal["copies", "reload"]
@@ -95,8 +97,9 @@ class EngineModel:
 
     def _use_copies(self, parameters: tuple[EngineParameter, ...], checkpoint: Mapping[str, Tensor], folder: Path) -> None:
         check_swappable(self._model, parameters)
-        staged = record_load(self._model, parameters, checkpoint)
-        check_layout(parameters, staged, folder)
+        load = record_load(self._model, parameters, checkpoint)
+        check_layout(parameters, stage_parameters(load, parameters), folder)
+        staged = stage_parameters(as_trained(load, trained_origins(folder, checkpoint)), parameters)
         use_live_embeddings(self._model)
         self.mode, self.reason = "copies", ""
         self.parameters = tuple((p.name, staged[p.name].shape, _dtype_name(p.meta)) for p in parameters)
@@ -116,16 +119,25 @@ class EngineModel:
             )
             raise ConfigError(msg) from error
         self.mode, self.reason = "reload", reason
-        self.parameters = tuple((name, tuple(checkpoint[name].shape), _dtype_name(checkpoint[name])) for name in names)
-        self.regions = tuple(_identity(name, shape) for name, shape, _ in self.parameters)
+        origins = trained_origins(folder, checkpoint)
+        sources = {name: origins.get(name) or _itself(name, checkpoint[name]) for name in names}
+        self._checkpoint = checkpoint
+        self.parameters = tuple((name, origin.box.sizes, _dtype_name(checkpoint[name])) for name, origin in sources.items())
+        self.regions = tuple(_whole_region(name, origin) for name, origin in sources.items())
 
     def _reload(self, staged: Callable[[str], Tensor]) -> None:
         with set_current_vllm_config(self._config):
-            reload_layers(self._model, self._config.model_config, ((name, staged(name)) for name, _, _ in self.parameters))
+            reload_layers(
+                self._model, self._config.model_config, ((name, staged(name).view(self._checkpoint[name].shape)) for name in self._shapes)
+            )
 
 
-def _identity(name: str, shape: tuple[int, ...]) -> SinkRegion:
-    return SinkRegion(parameter=name, source_name=name, source_box=whole(shape), parameter_box=whole(shape))
+def _itself(name: str, tensor: Tensor) -> Origin:
+    return Origin(name, tuple(tensor.shape), whole(tensor.shape))
+
+
+def _whole_region(name: str, origin: Origin) -> SinkRegion:
+    return SinkRegion(parameter=name, source_name=origin.name, source_box=origin.box, parameter_box=whole(origin.box.sizes))
 
 
 def _check_floating(checkpoint: Mapping[str, Tensor], names: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from shoal.errors import ConfigError
-from shoal_rollout.load_recorder import LoadRecorder
+from shoal_rollout.load_recorder import LoadRecorder, RecordedLoad
 from shoal_rollout.staged_layout import StagedParameter, stage
 
 
@@ -61,18 +61,24 @@ def collect_parameters(model: nn.Module) -> tuple[EngineParameter, ...]:
     return tuple(EngineParameter(holders[0].path, tuple(holders)) for holders in found.values() if holders[0].meta.numel() > 0)
 
 
-def record_load(model: nn.Module, parameters: Sequence[EngineParameter], checkpoint: Mapping[str, Tensor]) -> dict[str, StagedParameter]:
-    """Let the model load its checkpoint's names and shapes, without data, and find what to stage for every parameter.
+def record_load(model: nn.Module, parameters: Sequence[EngineParameter], checkpoint: Mapping[str, Tensor]) -> RecordedLoad:
+    """Let the model load its checkpoint's names and shapes, without data.
 
     The live parameters are put aside meanwhile, so nothing may run on the model.
 
-    Raises: ConfigError: the model does something else than copy rectangles, or leaves a parameter out.
+    Returns: what was written, by path of the holders.
+    Raises: ConfigError: the model does something else than copy rectangles.
     """
     holders = {holder.path: holder for parameter in parameters for holder in parameter.holders}
     recorder = LoadRecorder(checkpoint, {path: holder.meta for path, holder in holders.items()})
     with _on_meta(holders.values()), recorder:
         _load(model, recorder.checkpoint.items())
-    staged = stage(recorder.result(), {path: tuple(holder.meta.shape) for path, holder in holders.items()})
+    return recorder.result()
+
+
+def stage_parameters(load: RecordedLoad, parameters: Sequence[EngineParameter]) -> dict[str, StagedParameter]:
+    """Find what to stage for every parameter. Raises: ConfigError: one is left out, or not written exactly once."""
+    staged = stage(load, {holder.path: tuple(holder.meta.shape) for parameter in parameters for holder in parameter.holders})
     return {parameter.name: _staged_as(parameter, staged) for parameter in parameters}
 
 

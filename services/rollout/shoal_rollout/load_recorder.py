@@ -29,18 +29,15 @@ _SHAPE_ONLY = {_aten.empty_like.default, _aten.new_empty.default, _aten.zeros_li
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """A row-major storage of this shape that holds a box of a checkpoint tensor; they may differ in dims of size 1."""
+class Origin:
+    """Where a row-major tensor of this shape comes from: a box of a named tensor. They may differ in dims of size 1."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
 
-    def box_of(self, view: Tensor) -> Box | None:
-        """Which box of the checkpoint tensor a view of the storage shows; None if it is none."""
-        part = _box_in(self.shape, view)
-        if part is None:
-            return None
+    def box_of(self, part: Box) -> Box:
+        """The named tensor's box behind a part of this tensor."""
         wide = iter([at for at, extent in zip(zip(part.offsets, part.sizes, strict=True), self.shape, strict=True) if extent != 1])
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         for dim, size in enumerate(self.box.sizes):
@@ -87,7 +84,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         # The tensors are kept, so that no storage address is used twice while this object lives.
         self._parameters = {_storage_of(tensor): (name, tensor) for name, tensor in parameters.items()}
         self._origins = {
-            _storage_of(tensor): _Origin(name, tuple(tensor.shape), whole(tensor.shape)) for name, tensor in self.checkpoint.items()
+            _storage_of(tensor): Origin(name, tuple(tensor.shape), whole(tensor.shape)) for name, tensor in self.checkpoint.items()
         }
         self._kept: list[Tensor] = []
         self._unused: dict[int, str] = {}
@@ -109,6 +106,16 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             msg = f"loading makes a copy of checkpoint tensor {name} that goes into no parameter"
             raise ConfigError(msg)
         return RecordedLoad(copies=tuple(self._copies), zeros={name: tuple(found) for name, found in self._zeros.items()})
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Which box of which checkpoint tensor a view or a copy made from it holds; None if it holds none."""
+        origin, box = self._origins.get(_storage_of(tensor)), self._box_behind(tensor)
+        return None if origin is None or box is None else Origin(origin.name, tuple(tensor.shape), box)
+
+    def _box_behind(self, view: Tensor) -> Box | None:
+        origin = self._origins.get(_storage_of(view))
+        part = None if origin is None else _box_in(origin.shape, view)
+        return None if origin is None or part is None else origin.box_of(part)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +149,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if origin is None:
             self._refuse(target, "written with values that are computed, not a part of one checkpoint tensor")
         parameter_box = _box_in(tuple(parameter.shape), target)
-        source_box = origin.box_of(source)
+        source_box = self._box_behind(source)
         if parameter_box is None or source_box is None or tuple(target.shape) != tuple(source.shape):
             self._refuse(target, f"written from {origin.name} in a way that is not a copy of a rectangle of the same shape")
         self._unused.pop(_storage_of(source), None)
@@ -164,13 +171,13 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         origin = self._origins.get(_storage_of(source))
         if origin is None:
             return
-        box = origin.box_of(source)
+        box = self._box_behind(source)
         if box is None or not copied.is_contiguous():
             msg = f"loading transposes, flattens or repeats checkpoint tensor {origin.name}"
             raise ConfigError(msg)
         self._unused.pop(_storage_of(source), None)
         self._unused[_storage_of(copied)] = origin.name
-        self._origins[_storage_of(copied)] = _Origin(origin.name, tuple(copied.shape), box)
+        self._origins[_storage_of(copied)] = Origin(origin.name, tuple(copied.shape), box)
         self._kept.append(copied)
 
     def _check_only_viewed(self, func: Callable[..., Any], inputs: Iterable[Tensor], answer: object) -> None:
@@ -187,7 +194,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 msg = f"loading computes with checkpoint tensor {self._origins[storage].name} ({func})"
                 raise ConfigError(msg)
 
-    def _check_no_weight_is_lost(self, target: Tensor, source: Tensor, origin: _Origin | None) -> None:
+    def _check_no_weight_is_lost(self, target: Tensor, source: Tensor, origin: Origin | None) -> None:
         if origin is not None:
             msg = f"checkpoint tensor {origin.name} is loaded into a {list(target.shape)} buffer that is not a parameter"
             raise ConfigError(msg)

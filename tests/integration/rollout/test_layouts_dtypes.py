@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.engine_rig import EngineRig, fresh_greedy
-from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies
+from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies, trained_tensors
 from tests.helpers.tiny_models import Architecture, save_tiny_model
 
 
@@ -47,7 +47,7 @@ def test_layout_of_a_tied_model_whose_checkpoint_keeps_the_head_takes_the_embedd
 def _check_swap(rig: EngineRig, first: Path, second: Path, expected: tuple[list[int], list[float]], dtype: str) -> None:
     assert rig.model.mode == "copies", rig.model.reason
     assert {kind for _, _, kind in rig.model.parameters} == {dtype}
-    old, new = (stage_copies(rig.model, folder_tensors(folder)) for folder in (first, second))
+    old, new = (stage_copies(rig.model, trained_tensors(folder)) for folder in (first, second))
     before = rig.greedy()
     assert live_bytes(rig.model) == {name: as_bytes(tensor) for name, tensor in old.items()}
     assert before != expected, "the new weights must differ, else this test shows nothing"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.engine_rig import PROMPT, EngineRig, fresh_greedy
-from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, stage_copies
+from tests.helpers.staged_copies import as_bytes, live_bytes, stage_copies, trained_tensors
 from tests.helpers.tiny_models import Architecture, reference_choices, reference_logprobs, save_tiny_model
 
 
@@ -53,7 +53,7 @@ def test_layout_of_a_family_serves_what_was_staged(tmp_path: Path, start_rig: Ca
     expected = fresh_greedy(second)
     rig = start_rig(first)
     assert rig.model.mode == "copies", rig.model.reason
-    old, new = (stage_copies(rig.model, folder_tensors(folder)) for folder in (first, second))
+    old, new = (stage_copies(rig.model, trained_tensors(folder)) for folder in (first, second))
     before, greedy_before = live_bytes(rig.model), rig.greedy()
     assert before == {name: as_bytes(tensor) for name, tensor in old.items()}
     assert greedy_before != expected, "the new weights must differ, else this test shows nothing"

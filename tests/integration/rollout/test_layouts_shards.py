@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.simulated_rank import simulated_ranks
-from tests.helpers.staged_copies import as_bytes, folder_tensors, stage_regions
+from tests.helpers.staged_copies import as_bytes, stage_regions, trained_tensors
 from tests.helpers.tiny_models import Architecture, save_tiny_model
 
 
@@ -31,15 +31,17 @@ def test_layout_of_every_worker_is_what_its_loading_does(
     tmp_path: Path, engine_environment: None, architecture: Architecture, tied: bool, num_workers: int, overrides: dict[str, Any]
 ) -> None:
     from shoal_rollout.checkpoint_shapes import meta_checkpoint
-    from shoal_rollout.engine_parameters import collect_parameters, record_load
+    from shoal_rollout.engine_parameters import collect_parameters, record_load, stage_parameters
+    from shoal_rollout.trained_form import as_trained, trained_origins
 
     folder = save_tiny_model(tmp_path / "model", architecture, tied=tied, **overrides)
-    source = folder_tensors(folder)
+    source, checkpoint = trained_tensors(folder), meta_checkpoint(folder)
     seen: dict[str, set[bytes]] = {}
     with simulated_ranks(folder, num_workers, tmp_path) as models:
         for model in models:
             parameters = collect_parameters(model)
-            layout = record_load(model, parameters, meta_checkpoint(folder))
+            load = as_trained(record_load(model, parameters, checkpoint), trained_origins(folder, checkpoint))
+            layout = stage_parameters(load, parameters)
             assert layout.keys() == {parameter.name for parameter in parameters}
             for parameter in parameters:
                 staged = stage_regions(layout[parameter.name].shape, torch.float32, layout[parameter.name].regions, source)

@@ -28,7 +28,7 @@ def test_derived_layout_is_the_one_that_loading_shows(
     tmp_path: Path, engine_environment: None, architecture: Architecture, tied: bool, num_workers: int, overrides: dict[str, Any]
 ) -> None:
     from shoal_rollout.checkpoint_shapes import meta_checkpoint
-    from shoal_rollout.engine_parameters import collect_parameters, record_load
+    from shoal_rollout.engine_parameters import collect_parameters, record_load, stage_parameters
 
     folder = save_tiny_model(tmp_path / "model", architecture, tied=tied, **overrides)
     shape = shape_of_model(folder)
@@ -36,7 +36,8 @@ def test_derived_layout_is_the_one_that_loading_shows(
     derived = engine_layout(shape, server_id="rollout-0", tp=num_workers, dtype="float32", endpoints=())
     with simulated_ranks(folder, num_workers, tmp_path) as models:
         for worker, model in zip(derived.workers, models, strict=True):
-            found = record_load(model, collect_parameters(model), meta_checkpoint(folder))
+            parameters = collect_parameters(model)
+            found = stage_parameters(record_load(model, parameters, meta_checkpoint(folder)), parameters)
             shapes = {parameter.name: parameter.shape for parameter in worker.parameters}
             assert shapes == {name: tuple(layout.shape) for name, layout in found.items()}
             regions = {region for layout in found.values() for region in layout.regions}

@@ -18,7 +18,8 @@ from shoal.errors import CapacityError, ShoalError, StateError
 from shoal.types import InflightMode, SinkLayout
 from tests.helpers.engine_rig import PROMPT
 from tests.helpers.inprocess_engine import InProcessEngine
-from tests.helpers.tiny_models import Architecture, model_tensors, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
+from tests.helpers.staged_copies import trained_tensors
+from tests.helpers.tiny_models import Architecture, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
 from tests.helpers.weight_source import FakeSource
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ class _Rig:
             on_committed=lambda version: None,
             on_failed=self.failures.append,
         )
-        self.source = FakeSource(model_tensors(folder), self.settings)
+        self.source = FakeSource({name: tensor.numpy() for name, tensor in trained_tensors(folder).items()}, self.settings)
 
-    def train(self, tensors: dict[str, np.ndarray]) -> None:
-        """Give the trainer other values."""
-        for name, tensor in tensors.items():
-            self.source.tensors[name].copy_(self.source.tensors[name].new_tensor(tensor))
+    def train(self, folder: Path) -> None:
+        """Give the trainer the values of a folder."""
+        for name, tensor in trained_tensors(folder).items():
+            self.source.tensors[name].copy_(tensor)
 
     async def push(self, version: int) -> str:
         """Every stage; returns the plan's hash."""
@@ -113,7 +114,7 @@ async def test_commits_serve_exactly_the_new_weights(
             tensors[name][:, :16] += 0.25
         target = save_variant(folder, tmp_path / f"v{version}", tensors)
         assert rig.largest_difference(target) > 1e-3, "the new weights must differ, else this test shows nothing"
-        rig.train(tensors)
+        rig.train(target)
         plan_hash = await rig.push(version)
         assert await rig.sink.digest(version, plan_hash) == rig.source.digest("rollout-0", plan_hash)
         assert rig.largest_difference(target) < 1e-4
@@ -129,12 +130,13 @@ async def test_commit_in_bfloat16_equals_an_engine_started_with_the_new_weights(
 ) -> None:
     folder = save_tiny_model(tmp_path / "model", architecture, tied=tied)
     tensors = perturbed_tensors(folder, seed=1)
-    fresh = InProcessEngine(save_variant(folder, tmp_path / "v1", tensors), dtype="bfloat16", extension="")
+    target = save_variant(folder, tmp_path / "v1", tensors)
+    fresh = InProcessEngine(target, dtype="bfloat16", extension="")
     expected = fresh.sample(PROMPT, seed=3)
     fresh.close()
     rig = start(folder, dtype="bfloat16")
     await rig.sink.discover(str(folder))
-    rig.train(tensors)
+    rig.train(target)
     await rig.push(1)
     rig.scribble()
     ids, logprobs, _ = rig.engine.sample(PROMPT, seed=3)
@@ -144,10 +146,10 @@ async def test_commit_in_bfloat16_equals_an_engine_started_with_the_new_weights(
 
 async def test_damaged_push_leaves_the_old_weights_and_the_next_push_works(tmp_path: Path, start: Callable[..., _Rig]) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen2", tied=True)
-    tensors = perturbed_tensors(folder, seed=1)
+    target = save_variant(folder, tmp_path / "v2", perturbed_tensors(folder, seed=1))
     rig = start(folder)
     await rig.sink.discover(str(folder))
-    rig.train(tensors)
+    rig.train(target)
     name = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(StateError, match=name):
         await rig.transfer(1, damage=lambda layout: _flip_a_bit(layout, name))
@@ -158,7 +160,7 @@ async def test_damaged_push_leaves_the_old_weights_and_the_next_push_works(tmp_p
     assert rig.largest_difference(folder) < 1e-4
 
     await rig.push(2)
-    assert rig.largest_difference(save_variant(folder, tmp_path / "v2", tensors)) < 1e-4
+    assert rig.largest_difference(target) < 1e-4
     assert not rig.failures
 
 
