@@ -201,6 +201,15 @@ def test_canonical_digest_takes_zeros_for_equal_and_nothing_else(dtype: str) -> 
     assert canonical_digest(signed, dtype) != canonical_digest(piece, dtype)
 
 
+@pytest.mark.parametrize(("dtype", "bits", "codes"), [("bfloat16", torch.int16, (0x7FC0, -1)), ("float32", torch.int32, (0x7FC00000, -1))])
+def test_canonical_digest_takes_every_nan_for_equal(dtype: str, bits: torch.dtype, codes: tuple[int, int]) -> None:
+    # 37 elements: torch treats the last ones, which fill no vector, otherwise.
+    nans = [torch.full((37,), code, dtype=bits).view(getattr(torch, dtype)) for code in codes]
+    assert canonical_digest(nans[0], dtype) == canonical_digest(nans[1], dtype)
+    nans[1][36] = 1.0
+    assert canonical_digest(nans[0], dtype) != canonical_digest(nans[1], dtype)
+
+
 def test_canonical_digest_does_not_depend_on_strides() -> None:
     piece = torch.randn(700, 900)
     strided = piece.T.contiguous().T

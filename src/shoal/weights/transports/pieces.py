@@ -79,12 +79,17 @@ def digest_of(pieces: Sequence[Tensor], dtype: str) -> int:
 
 
 def canonical_digest(piece: Tensor, dtype: str) -> int:
-    """xxh3-64 of a piece in the serving dtype with every zero made positive: an engine may compute with 0.0 where -0.0 was sent."""
+    """xxh3-64 of a piece in the serving dtype, by value: an engine may compute with 0.0 where -0.0 was sent, and with another NaN."""
     digest, serving = xxhash.xxh3_64(), torch_dtype(dtype)
     for (chunk,) in row_chunks(piece.detach()):
-        cast = chunk.to(serving)
-        update_digest(digest, cast + 0.0 if serving.is_floating_point else cast)
+        update_digest(digest, _canonical(chunk.to(serving)) if serving.is_floating_point else chunk.to(serving))
     return digest.intdigest()
+
+
+def _canonical(values: Tensor) -> Tensor:
+    """Positive zeros and one NaN: torch's sums and casts make other ones in a vector than in the elements that fill none."""
+    sums = values + 0.0
+    return sums.masked_fill_(sums.isnan(), torch.nan)
 
 
 def pack_bucket(bucket: Bucket, pieces: Sequence[Tensor]) -> Tensor:
