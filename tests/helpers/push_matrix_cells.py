@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tests.helpers.push_matrix_cluster import Cluster
+from tests.helpers.push_matrix_cluster import SERVERS, Cluster
 from tests.helpers.push_matrix_faults import Fault
 
 STAGES = ("prepare", "transfer", "verify", "commit")
@@ -17,9 +17,9 @@ class Served(StrEnum):
 
     OLD = "old"
     NEW = "new"
-    EITHER = "old or new"
     NOTHING = "nothing"
     LATER = "stopped"
+    WRONG = "wrong weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,8 @@ class Cell:
 
     at: where the fault strikes, process and stage. kind: "kill", "stop", or the name of a corruption.
     meaning: the corruption in words. victim_server, other_server: what rollout-0 and rollout-1 must serve after the push.
-    audited: the corruption is found by the audit after the push, not by the push.
+    audited: the corruption is found by the audit after the push, not by the push. doubted: rollout-0 serves the new version, but the
+    coordinator cannot know.
     """
 
     victim: str
@@ -39,6 +40,7 @@ class Cell:
     other_server: Served
     meaning: str = ""
     audited: bool = False
+    doubted: bool = False
     slow: bool = False
     transport: str = "shm"
 
@@ -52,6 +54,12 @@ class Cell:
         """For pytest."""
         wire = "" if self.transport == "shm" else f"-{self.transport}"
         return f"{self.victim}-{self.stage}-{self.fault}{wire}".replace(" ", "_")
+
+    @property
+    def committed(self) -> list[str]:
+        """The servers that the push must report as committed; the others are fenced."""
+        served = zip(SERVERS, (self.victim_server, self.other_server), strict=True)
+        return [server for server, what in served if what in (NEW, WRONG) and not (self.doubted and server == SERVERS[0])]
 
     def armed(self, cluster: Cluster) -> Fault:
         """The fault for this cluster's processes."""
@@ -78,7 +86,7 @@ STRIKES_AT = {
     "coordinator": ("coordinator:prepare", "coordinator:transfer", "coordinator:verify", "coordinator:committed"),
 }
 
-OLD, NEW, EITHER, NOTHING, LATER = Served.OLD, Served.NEW, Served.EITHER, Served.NOTHING, Served.LATER
+OLD, NEW, NOTHING, LATER, WRONG = Served.OLD, Served.NEW, Served.NOTHING, Served.LATER, Served.WRONG
 
 
 def _served(victim: str, stage: str, kind: str) -> tuple[Served, Served]:
@@ -104,7 +112,17 @@ def _signal_cell(victim: str, stage: str, kind: str, *, slow: bool = False, tran
     )
 
 
-def _corruption(victim: str, stage: str, at: str, kind: str, served: tuple[Served, Served], meaning: str, *, audited: bool = False) -> Cell:
+def _corruption(
+    victim: str,
+    stage: str,
+    at: str,
+    kind: str,
+    served: tuple[Served, Served],
+    meaning: str,
+    *,
+    audited: bool = False,
+    doubted: bool = False,
+) -> Cell:
     victim_server, other_server = served
     return Cell(
         victim=victim,
@@ -115,6 +133,7 @@ def _corruption(victim: str, stage: str, at: str, kind: str, served: tuple[Serve
         other_server=other_server,
         meaning=meaning,
         audited=audited,
+        doubted=doubted,
     )
 
 
@@ -138,7 +157,9 @@ CORRUPTIONS = [
     _corruption("rollout server", "prepare", "rollout-0:plan", "other plan", (OLD, NEW), "it plans something else than the others"),
     _corruption("rollout server", "transfer", "rollout-0:plan", "early drop", (OLD, NEW), "it drops the push while it is written"),
     _corruption("rollout server", "verify", "rollout-0:verify", "changed digest", (OLD, NEW), "a digest is changed on its way"),
-    _corruption("rollout server", "commit", "rollout-0:commit", "other version", (NEW, NEW), "it says that it serves another version"),
+    _corruption(
+        "rollout server", "commit", "rollout-0:commit", "other version", (NEW, NEW), "it says that it serves another version", doubted=True
+    ),
     _corruption("coordinator", "prepare", "coordinator:prepare", "wrong plan hash", (OLD, NEW), "it asks a server for another plan"),
     _corruption(
         "coordinator", "transfer", "coordinator:transfer", "other push", (OLD, OLD), "it asks the gang for a push that was not prepared"
@@ -159,7 +180,7 @@ CELLS = [
 ]
 
 AUDIT_CELLS = [
-    _corruption("engine worker", "commit", "worker-0:commit", "wrong tensor", (EITHER, NEW), "it swaps a wrong tensor in", audited=True)
+    _corruption("engine worker", "commit", "worker-0:commit", "wrong tensor", (WRONG, NEW), "it swaps a wrong tensor in", audited=True)
 ]
 """Beside the matrix: only an audit can find this one."""
 

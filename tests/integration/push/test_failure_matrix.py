@@ -79,9 +79,15 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     stage = Stage()
     yield stage
     stage.close()
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{outcome_table(stage.outcomes)}")
+    show(request.config, outcome_table(stage.outcomes))
+
+
+def show(config: pytest.Config, table: str) -> None:
+    """Print the outcomes under `pytest -v`."""
+    reporter, capture = config.pluginmanager.get_plugin("terminalreporter"), config.pluginmanager.get_plugin("capturemanager")
+    if reporter is not None and capture is not None and config.get_verbosity() > 0:
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(f"\n{table}")
 
 
 def parameters(cells: Sequence[Cell]) -> list[Any]:
@@ -174,7 +180,7 @@ class Play:
         assert report["elapsed_s"] <= DEADLINES_S + GRACE_S, report
         assert report["policy_version"] == self._old + 1
         # Whoever missed the push is fenced, everybody else is not.
-        assert report["traffic"] == report["committed"], report
+        assert report["traffic"] == report["committed"] == self._cell.committed, report
         if audit:
             assert audit["result"] == "differs", audit
             assert audit["traffic"] == [OTHER_SERVER], audit
