@@ -40,7 +40,7 @@ def stage_regions(shape: tuple[int, ...], dtype: torch.dtype, regions: Iterable[
     """What staging holds of one parameter."""
     staged = torch.zeros(shape, dtype=dtype)
     for region in regions:
-        staged[_slices(region.parameter_box)] = source[region.source_name][_slices(region.source_box)].to(dtype)
+        staged[slices_of(region.parameter_box)] = source[region.source_name][slices_of(region.source_box)].to(dtype)
     return staged
 
 
@@ -73,5 +73,6 @@ def as_bytes(tensor: Tensor) -> bytes:
     return (tensor.detach() + 0.0).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The box as an index of a tensor."""
     return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))

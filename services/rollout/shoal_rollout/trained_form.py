@@ -15,20 +15,28 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from shoal.telemetry.logs import get_logger
 from shoal_rollout.load_recorder import LoadRecorder, Origin, RecordedLoad
+
+_log = get_logger(__name__)
 
 
 def trained_origins(folder: Path, checkpoint: Mapping[str, Tensor]) -> dict[str, Origin]:
     """Find what the trained model calls the checkpoint's tensors.
 
-    Returns: by checkpoint name; tensors that are parameters under their own name, and what cannot be found, are left out.
+    Returns: by checkpoint name; tensors that are parameters under their own name, and what cannot be found, are left out. A push
+        of a tensor that the trainer does not have is refused when it is planned.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    except (ValueError, KeyError, OSError, ImportError):
-        # transformers does not know the model: then nothing is known to be renamed.
+        return _origins(folder, checkpoint)
+    except Exception as error:  # noqa: BLE001 - transformers may not know the model, and a model's own code may raise anything
+        _log.warning("trained_form_unknown", folder=str(folder), error=f"{type(error).__name__}: {error}")
         return {}
+
+
+def _origins(folder: Path, checkpoint: Mapping[str, Tensor]) -> dict[str, Origin]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     trained = {name: torch.empty_like(parameter) for name, parameter in model.named_parameters()}
     if trained.keys() >= checkpoint.keys():
         return {}
