@@ -53,7 +53,7 @@ class Cell:
     def name(self) -> str:
         """For pytest."""
         wire = "" if self.transport == "shm" else f"-{self.transport}"
-        return f"{self.victim}-{self.stage}-{self.fault}{wire}".replace(" ", "_")
+        return f"{self.victim}-{self.stage}-{self.kind}{wire}".replace(" ", "_")
 
     @property
     def committed(self) -> list[str]:
@@ -185,10 +185,21 @@ AUDIT_CELLS = [
 """Beside the matrix: only an audit can find this one."""
 
 WIRE_CELLS = [
-    _signal_cell(victim, "transfer", kind, transport=transport, slow=True)
-    for transport in ("grpc", "collective")
-    for victim in PROCESS_OF
-    for kind in SIGNALS
-    if victim != "coordinator"
+    *(
+        _signal_cell(victim, "transfer", kind, transport=transport, slow=True)
+        for transport in ("grpc", "collective")
+        for victim in PROCESS_OF
+        for kind in SIGNALS
+        if victim != "coordinator"
+    ),
+    *(
+        _signal_cell(victim, "commit", kind, transport="grpc", slow=True)
+        for victim in ("engine worker", "rollout server", "coordinator")
+        for kind in SIGNALS
+    ),
 ]
-"""Beside the matrix, which is played over shared memory: where servers and workers take part in TRANSFER."""
+"""Beside the matrix, which is played over shared memory and with one COMMIT for all: servers and workers that take part in TRANSFER, and,
+in the cluster of the grpc transport, one COMMIT after the other."""
+
+COMMIT_OF = {"shm": "barrier", "grpc": "rolling", "collective": "barrier"}
+"""How the cluster of a transport commits."""

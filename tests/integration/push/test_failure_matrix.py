@@ -25,9 +25,9 @@ from shoal.config.models import SecuritySection
 from shoal.errors import ShoalError
 from shoal.types import SamplingParams
 from tests.helpers.processes import wait_gone
-from tests.helpers.push_matrix_cells import AUDIT_CELLS, CELLS, PROCESS_OF, WIRE_CELLS, Cell, Served
+from tests.helpers.push_matrix_cells import AUDIT_CELLS, CELLS, COMMIT_OF, PROCESS_OF, WIRE_CELLS, Cell, Served
 from tests.helpers.push_matrix_cluster import SERVERS, Cluster, Zygote
-from tests.helpers.push_matrix_config import DEADLINES_S
+from tests.helpers.push_matrix_config import DEADLINES_S, RUN_ID
 from tests.helpers.push_matrix_faults import arm, has_struck
 from tests.helpers.push_matrix_model import fingerprints_at
 from tests.helpers.push_matrix_table import outcome_table
@@ -54,7 +54,7 @@ class Stage:
             self._num_clusters += 1
             folder = self.folder / str(self._num_clusters)
             folder.mkdir()
-            cluster = Cluster(self.zygote, folder, push={"transport": transport})
+            cluster = Cluster(self.zygote, folder, push={"transport": transport, "commit": COMMIT_OF[transport]})
             await cluster.start()
             self._clusters[transport] = cluster
         return self._clusters[transport]
@@ -69,6 +69,7 @@ class Stage:
             for cluster in self._clusters.values():
                 cluster.close()
                 assert cluster.staging_files() == []
+            assert list(Path("/dev/shm").glob(f"*shoal-{RUN_ID}-*")) == []
         finally:
             self.zygote.close()
             shutil.rmtree(self.folder)
@@ -105,7 +106,7 @@ async def test_fault_that_only_an_audit_finds(stage: Stage, cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("cell", parameters(WIRE_CELLS))
-async def test_fault_while_bytes_cross_a_wire(stage: Stage, cell: Cell) -> None:
+async def test_fault_over_a_wire_or_in_a_rolling_commit(stage: Stage, cell: Cell) -> None:
     await play(stage, cell)
 
 
