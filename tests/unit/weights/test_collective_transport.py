@@ -88,7 +88,8 @@ def test_group_is_kept_while_the_server_names_it(transport: CollectiveSourceTran
     num_threads = len(os.listdir("/proc/self/task"))
     for number in range(2, 12):
         push(transport, worker, f"push-{number}", "group")
-    assert len(os.listdir("/proc/self/task")) <= num_threads
+    # torch may begin a thread of its own late; a thread for each push would be ten.
+    assert len(os.listdir("/proc/self/task")) < num_threads + 5
 
 
 def test_group_of_another_name_is_new_and_the_old_one_goes(transport: CollectiveSourceTransport, worker: Worker) -> None:
