@@ -108,8 +108,10 @@ class ArmedPush:
 
     def disarm(self) -> None:
         """Let nothing be written any more."""
+        # Set before the lock is waited for: a thread that takes it again and again would else write all it has first.
+        self._disarmed = True
         with self.lock:
-            self._disarmed = True
+            return
 
 
 class BulkReceiver:
