@@ -144,12 +144,15 @@ class Walk:
         """A push in which something breaks, somewhere."""
         script = Script()
         victim = self.rng.choice(SERVERS)
-        what = self.rng.choice(["call", "call", "source", "link", "link", "flip", "rank", "crash", "two", "busy"])
+        what = self.rng.choice(["call", "call", "source", "link", "link", "flip", "rank", "crash", "two", "busy", "commit", "commit"])
         for _ in range(2 if what == "two" else 1):
             if what in ("call", "two"):
                 script.faults[victim, self.rng.choice(CALLS)] = self._how("leave_out")
             if what in ("source", "two"):
                 script.faults["source", self.rng.choice(SOURCE_CALLS)] = self._how()
+        if what == "commit":
+            # Staging is ahead of what is served from here on.
+            script.faults[victim, "commit"] = "always_before"
         if self.rng.random() < 0.3:
             script.faults[victim, "abort"] = "always_before"
         if what == "link":
