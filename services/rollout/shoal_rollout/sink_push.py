@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal.config.models import MAX_PUSH_S
 from shoal.errors import InvalidRequestError, StateError
 from shoal.telemetry.metrics import counter
-
-MAX_EXPIRES_S = 86_400.0
 
 _pushes = counter("rollout", "pushes", "count", "Weight pushes, by how they ended here.", ("end",))
 
@@ -57,8 +56,8 @@ def new_push(push_id: str, policy_version: int, expires_s: float) -> Push:
     Raises: InvalidRequestError: an empty id, a negative version, or a time that is not within 0..86400 s.
     """
     identity = named_push(push_id, policy_version)
-    if not 0 < expires_s <= MAX_EXPIRES_S:
-        raise InvalidRequestError(f"expires_s of push {push_id} is {expires_s}; it must be above 0 and at most {MAX_EXPIRES_S:g} s")
+    if not 0 < expires_s <= MAX_PUSH_S:
+        raise InvalidRequestError(f"expires_s of push {push_id} is {expires_s}; it must be above 0 and at most {MAX_PUSH_S:g} s")
     return Push(push_id=identity.push_id, policy_version=policy_version, expires_at_s=time.monotonic() + expires_s)
 
 

@@ -11,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.plan_report import PlanOptions, PlanReport, Spread, report_plan
+from shoal.config.models import MAX_BUCKET_BYTES
 from shoal.errors import ConfigError
 from shoal.weights.dtypes import FLOATING_ITEM_BYTES
 
 _TRANSPORTS = ("auto", "shm", "grpc", "collective", "cuda_ipc")
+_COUNTS = {"num_ranks": "--ranks", "trainer_tp": "--trainer-tp", "replicas": "--replicas", "num_engines": "--engines", "tp": "--tp"}
+_MAX_COUNT = 16384
 _MAX_ROWS, _MAX_COLUMNS = 32, 64
 _SHADES = " ░▒▓█"
 _NOT_KNOWN = (
@@ -50,9 +53,11 @@ def _check(options: PlanOptions) -> None:
         raise ConfigError(f"unknown --transport {options.transport!r}; choose one of {', '.join(_TRANSPORTS)}")
     if options.device not in ("cpu", "cuda"):
         raise ConfigError(f"unknown --device {options.device!r}; choose cpu or cuda")
-    for name in ("num_ranks", "trainer_tp", "replicas", "num_engines", "tp"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least 1")
+    if options.bucket_bytes > MAX_BUCKET_BYTES:
+        raise ConfigError(f"--bucket-bytes is {options.bucket_bytes}; it must be at most {MAX_BUCKET_BYTES}")
+    for name, option in _COUNTS.items():
+        if not 1 <= (count := getattr(options, name)) <= _MAX_COUNT:
+            raise ConfigError(f"{option} is {count}; it must be 1 to {_MAX_COUNT}")
 
 
 def _summary(options: PlanOptions, report: PlanReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.config.models import GangSection, RunConfig
+from shoal.config.models import MAX_PUSH_S, GangSection, RunConfig
 from shoal.errors import ConfigError
 
 # Estimators that compare the samples of one prompt.
@@ -16,7 +16,7 @@ def check_config(config: RunConfig) -> None:
 
     Raises: ConfigError: one line per broken rule.
     """
-    problems = [*_sampling(config), *_sizes(config), *_algorithm(config), *_servers(config), *_security(config)]
+    problems = [*_sampling(config), *_sizes(config), *_algorithm(config), *_servers(config), *_push(config), *_security(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -100,6 +100,22 @@ def _servers(config: RunConfig) -> Iterator[str]:
         yield (
             f"evaluation.every is {config.evaluation.every} but data.held_out is not set, so there is nothing to evaluate; "
             "give the path of held-out rows or set every to 0"
+        )
+
+
+def _push(config: RunConfig) -> Iterator[str]:
+    push = config.push
+    num_commits = config.rollout.servers if push.commit == "rolling" else 1
+    longest_s = push.prepare_timeout_s + push.transfer_timeout_s + push.verify_timeout_s + num_commits * push.commit_timeout_s
+    if longest_s > MAX_PUSH_S:
+        yield (
+            f"the deadlines of a push (push.*_timeout_s, commit {num_commits} x) are {longest_s:g} s together; a server keeps a push for "
+            f"{MAX_PUSH_S:g} s at most, so lower them"
+        )
+    if push.transport == "cuda_ipc" and config.actor.device == "cpu":
+        yield (
+            "push.transport is cuda_ipc but actor.device is cpu, so no push could be made; set push.transport to auto, or actor.device to "
+            "cuda"
         )
 
 

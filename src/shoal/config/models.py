@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from shoal.config.masking import mask_url
 
 Dtype = Literal["float32", "bfloat16"]
+MAX_BUCKET_BYTES = 4 << 30
+MAX_PUSH_S = 86_400.0
+"""A rollout server keeps a push that is not committed for a day at most."""
 
 
 class _Section(BaseModel):
@@ -181,7 +184,7 @@ class PushSection(_Section):
     """How bytes reach the engine workers; auto chooses for each pair by where the two sides are."""
     shm_dir: str = "/dev/shm"  # noqa: S108 - the standard tmpfs, files inside are created exclusively
     """Folder of the mapped staging files; a shared tmpfs between containers."""
-    bucket_bytes: int = Field(default=16 << 20, ge=4096)
+    bucket_bytes: int = Field(default=16 << 20, ge=4096, le=MAX_BUCKET_BYTES)
     """Largest unit of sending and checking; what a rank and a worker may hold beyond their shards."""
     grpc_streams: int = Field(default=2, ge=1, le=16)
     """Streams of the grpc transport from one rank to one worker."""

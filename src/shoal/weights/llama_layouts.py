@@ -72,6 +72,8 @@ class _Tensor:
     tp_dim: int | None
     unit: int = 1
     """Rows that stay together: head_dim for heads."""
+    repeats: bool = False
+    """Workers share a unit where there are fewer units than workers: heads of K and V."""
 
 
 def tensors_of(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
@@ -127,7 +129,7 @@ def _layer_parameters(shape: LlamaShape, prefix: str) -> Iterator[tuple[str, lis
         yield _alone(_Tensor(name=f"{prefix}.{norm}.weight", shape=(hidden,), tp_dim=None))
     for kind, rest in (("weight", (hidden,)), *((("bias", ()),) if shape.qkv_bias else ())):
         names = [
-            _Tensor(name=f"{attention}.{part}_proj.{kind}", shape=(count * head, *rest), tp_dim=0, unit=head)
+            _Tensor(name=f"{attention}.{part}_proj.{kind}", shape=(count * head, *rest), tp_dim=0, unit=head, repeats=part != "q")
             for part, count in heads.items()
         ]
         yield f"{attention}.qkv_proj.{kind}", names
@@ -202,7 +204,7 @@ def _engine_share(tensor: _Tensor, rank: int, tp: int) -> tuple[Box, Box]:
     if is_vocabulary:
         size = -(-size // VOCAB_PADDING) * VOCAB_PADDING
     units = size // tensor.unit
-    if units % tp and (tensor.unit == 1 or tp % units):
+    if units % tp and not (tensor.repeats and tp % units == 0):
         raise ConfigError(f"{tensor.name}: {units} {'heads' if tensor.unit > 1 else 'rows'} cannot be cut into tensor-parallel {tp}")
     per_worker = max(units // tp, 1) * tensor.unit
     offset = rank * units // tp * tensor.unit

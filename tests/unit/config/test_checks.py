@@ -43,6 +43,12 @@ def _build(**sections: dict[str, Any]) -> RunConfig:
         ({"coordinator": {"max_pending_groups": 31}}, r"max_pending_groups is 31, below rollout\.prompts_per_step 32"),
         ({"evaluation": {"every": 5}}, r"evaluation\.every is 5 but data\.held_out is not set"),
         ({"actor": {"betas": [0.9, 1.0]}}, r"actor\.betas is \[0\.9, 1\.0\]"),
+        ({"push": {"transfer_timeout_s": 86_400}}, r"are 86520 s together; a server keeps a push for 86400 s at most"),
+        (
+            {"push": {"commit": "rolling", "commit_timeout_s": 30_000}, "rollout": {"servers": 3}},
+            r"commit 3 x\) are 90210 s together",
+        ),
+        ({"push": {"transport": "cuda_ipc"}, "actor": {"device": "cpu"}}, r"push\.transport is cuda_ipc but actor\.device is cpu"),
         ({"security": {"insecure": False}}, r"security\.ca_file, security\.cert_file, security\.key_file not set"),
         ({"security": {"insecure": False, "ca_file": "a", "key_file": "k"}}, r"false but security\.cert_file not set"),
         ({"security": {"ca_file": "a"}}, r"security\.ca_file is set but security\.insecure is true"),

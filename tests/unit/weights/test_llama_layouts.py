@@ -66,6 +66,9 @@ def test_ranks_and_heads_that_do_not_divide_are_refused() -> None:
         trainer_layout(TINY, TrainerGrid(num_ranks=6, tp=4), dtype="float32")
     with pytest.raises(ConfigError, match=r"q_proj.weight: 4 heads cannot be cut into tensor-parallel 3"):
         engine_layout(replace(TINY, vocab_size=192), server_id="a", tp=3, dtype="float32", endpoints=())
+    # Workers share heads of K and V, none of Q.
+    with pytest.raises(ConfigError, match=r"q_proj.weight: 4 heads cannot be cut into tensor-parallel 8"):
+        engine_layout(TINY, server_id="a", tp=8, dtype="float32", endpoints=())
 
 
 def test_a_70b_model_is_planned_from_256_ranks_to_16_engines_in_ten_seconds() -> None:
