@@ -41,7 +41,8 @@ def choose_transport(setting: str, source: Place, worker: SinkWorkerLayout) -> s
         return _choose_automatically(source, worker)
     fault = _fault(setting, source, worker)
     if fault is not None:
-        raise TransportError(f"transport {setting} does not reach {_worker(worker)}: {fault}; {_offered(worker)}")
+        advice = "set push.transport to auto, or to one that is offered and reaches"
+        raise TransportError(f"transport {setting} does not reach {_worker(worker)}: {fault}; {_offered(worker)}; {advice}")
     return setting
 
 
@@ -53,7 +54,8 @@ def _choose_automatically(source: Place, worker: SinkWorkerLayout) -> str:
         if _fault(transport, source, worker) is None:
             return transport
     where = f"a trainer rank on {source.device} of host {source.host_id}"
-    raise TransportError(f"no transport connects {where} with {_worker(worker)}; {_offered(worker)}")
+    advice = "a worker on a GPU offers shm and grpc only if push.transport says so" if worker.place.device == "cuda" else ""
+    raise TransportError("; ".join(filter(None, [f"no transport connects {where} with {_worker(worker)}", _offered(worker), advice])))
 
 
 def _fault(transport: str, source: Place, worker: SinkWorkerLayout) -> str | None:

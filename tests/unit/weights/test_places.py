@@ -41,6 +41,8 @@ def test_auto_takes_the_shortest_way_that_is_offered(rank_at: tuple[str, str], w
 def test_auto_says_what_is_offered_when_nothing_connects() -> None:
     with pytest.raises(TransportError, match=r"rank on cpu of host a with worker 0 on cpu of host b; offered: collective, shm"):
         choose_transport("auto", Place(host_id="a", device="cpu"), worker_at("b", "cpu", "shm", "collective"))
+    with pytest.raises(TransportError, match=r"offered: cuda_ipc; a worker on a GPU offers shm and grpc only if push\.transport says so"):
+        choose_transport("auto", Place(host_id="a", device="cpu"), worker_at("a", "cuda", "cuda_ipc"))
     with pytest.raises(TransportError, match="offered: nothing"):
         choose_transport("auto", Place(host_id="a", device="cpu"), worker_at("a", "cpu"))
 
@@ -56,7 +58,7 @@ def test_a_setting_overrides(setting: str, rank_at: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "rank_at", "worker", "words"),
     [
-        ("grpc", "a cpu", worker_at("a", "cpu", "shm"), "it is not offered; offered: shm"),
+        ("grpc", "a cpu", worker_at("a", "cpu", "shm"), "it is not offered; offered: shm; set push.transport to auto"),
         ("shm", "b cpu", worker_at("a", "cpu", "shm"), "it needs one host, but the rank is on b"),
         ("cuda_ipc", "a cpu", worker_at("a", "cuda", "cuda_ipc"), "it needs cuda on both sides"),
         ("collective", "a cpu", worker_at("a", "cuda", "collective"), "it needs the same device on both sides"),
