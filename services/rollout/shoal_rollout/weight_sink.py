@@ -203,7 +203,8 @@ class WeightSink:
             InternalError: the swap failed after the pause; this server serves nothing any more.
         """
         async with self._lock:
-            if self._committing is None or self._committing.done():
+            # One that failed answers its reason again: what a caller hears last must not be that this push is failed, and no more.
+            if self._committing is None or (self._committing.done() and self._state is not SinkState.FAILED):
                 push = self._require(push_id, policy_version, SinkState.VERIFIED, SinkState.COMMITTED)
                 if self._committed is not None:
                     return self._committed
@@ -213,7 +214,7 @@ class WeightSink:
                 # A failure is told to whoever still waits, and is in the log.
                 self._committing.add_done_callback(lambda task: task.cancelled() or task.exception())
             else:
-                self._require(push_id, policy_version, SinkState.COMMITTING, SinkState.COMMITTED)
+                self._require(push_id, policy_version, SinkState.COMMITTING, SinkState.COMMITTED, SinkState.FAILED)
             task = self._committing
         return await asyncio.shield(task)
 

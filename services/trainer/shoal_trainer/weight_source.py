@@ -285,7 +285,8 @@ class WeightSource:
     def _without_sending(self, part: ServerPart) -> ServerTransfer | None:
         """The outcome where there is nothing to send, or nothing can be; None otherwise."""
         if part.server_id in self._stuck:
-            return failed(f"rank {self._identity.rank} is still stuck in an earlier push to this server; restart the server")
+            stuck = f"rank {self._identity.rank} is still stuck in an earlier push to this server"
+            return failed(f"{stuck}; the next push tries again, restart the server if it stays so")
         return None if part.pairs else ServerTransfer(pairs=(), sent_bytes=0, dense_bytes=0)
 
     def _push_to(

@@ -198,6 +198,11 @@ async def test_a_commit_that_fails_half_way_ends_serving(rig: SinkRig, call: str
     assert len(rig.failed) == 1
     if call != "resume":
         assert "resume" not in rig.engine.calls
-    for refused in (rig.to_prepared("b", 2), rig.commit(), rig.sink.abort("a"), rig.sink.digest(0, "hash")):
+    # A coordinator asks again: it must hear the reason, and nothing may be tried again.
+    num_calls = len(rig.engine.calls)
+    with pytest.raises(InternalError, match="stopped serving: worker died"):
+        await rig.commit()
+    assert len(rig.engine.calls) == num_calls
+    for refused in (rig.to_prepared("b", 2), rig.commit("b", 2), rig.sink.abort("a"), rig.sink.digest(0, "hash")):
         with pytest.raises(StateError):
             await refused
