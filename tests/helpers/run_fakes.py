@@ -23,7 +23,8 @@ from shoal_coordinator.states import RunState
 from shoal_coordinator.workload import Workload
 
 from shoal.config.load import build_config
-from shoal.errors import ShoalError, UnavailableError
+from shoal.config.models import MAX_SCORED_SEQUENCES
+from shoal.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal.queue.entries import QueuedGroup
 from shoal.types import (
     Batch,
@@ -122,6 +123,8 @@ class ScriptedTrainer:
 
     async def score_tokens(self, sequences: Sequence[TokenSequence], *, timeout_s: float) -> tuple[list[TokenScores], int]:
         await self._command("score")
+        if len(sequences) > MAX_SCORED_SEQUENCES:
+            raise InvalidRequestError(f"{len(sequences)} sequences are to be scored")
         scores = [
             TokenScores(logprobs=(-1.5,) * len(sequence.response_ids), greedy_ids=(GREEDY_ID,) * len(sequence.response_ids))
             for sequence in sequences

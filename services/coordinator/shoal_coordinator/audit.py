@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoal.config.models import RunConfig
+from shoal.config.models import MAX_SCORED_SEQUENCES, RunConfig
 from shoal.errors import InternalError, ShoalError, StateError
 from shoal.telemetry.logs import get_logger
 from shoal.types import Completion, Int32Array, PieceDigests, SamplingParams, TokenScores, TokenSequence
@@ -119,7 +119,7 @@ class Auditor:
 async def _score(
     actor: Gang, prompts: Sequence[tuple[int, ...]], answers: Mapping[str, Sequence[Completion]], policy_version: int
 ) -> dict[str, ProbeAgreement | Exception]:
-    """Let the trainer score what the servers answered, all in one call."""
+    """Let the trainer score what the servers answered."""
     sequences = [
         TokenSequence(prompt_ids=prompt_ids, response_ids=tuple(completion.response_ids.tolist()))
         for completions in answers.values()
@@ -127,15 +127,26 @@ async def _score(
     ]
     if not sequences:
         return {}
-    outcome = await outcome_of(actor.trainer.score_tokens(sequences, timeout_s=PROBE_TIMEOUT_S), PROBE_TIMEOUT_S)
+    outcome = await outcome_of(_score_all(actor, sequences, policy_version), PROBE_TIMEOUT_S)
     if isinstance(outcome, Exception):
         return dict.fromkeys(answers, outcome)
-    scores, scored_version = outcome
-    if scored_version != policy_version:
-        error = StateError(f"the trainer scored with policy version {scored_version}, the servers with {policy_version}")
-        return dict.fromkeys(answers, error)
-    remaining = iter(scores)
+    remaining = iter(outcome)
     return {name: agreement(completions, [next(remaining) for _ in completions]) for name, completions in answers.items()}
+
+
+async def _score_all(actor: Gang, sequences: Sequence[TokenSequence], policy_version: int) -> list[TokenScores]:
+    """As many sequences in a call as the trainer takes.
+
+    Raises: StateError: the trainer holds another version.
+    """
+    scores: list[TokenScores] = []
+    for start in range(0, len(sequences), MAX_SCORED_SEQUENCES):
+        part = sequences[start : start + MAX_SCORED_SEQUENCES]
+        found, scored_version = await actor.trainer.score_tokens(part, timeout_s=PROBE_TIMEOUT_S)
+        if scored_version != policy_version:
+            raise StateError(f"the trainer scored with policy version {scored_version}, the servers with {policy_version}")
+        scores += found
+    return scores
 
 
 def agreement(completions: Sequence[Completion], scores: Sequence[TokenScores]) -> ProbeAgreement:

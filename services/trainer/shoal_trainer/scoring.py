@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.config.models import MAX_SCORED_SEQUENCES
 from shoal.errors import InvalidRequestError
 from shoal.types import TokenScores, TokenSequence
 from shoal_trainer.models import PolicyModel
-
-MAX_SEQUENCES = 64
-"""Sequences of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +84,8 @@ def _input_length(sequence: TokenSequence) -> int:
 
 
 def _check(sequences: Sequence[TokenSequence], limits: ScoringLimits) -> None:
-    if len(sequences) > MAX_SEQUENCES:
-        raise InvalidRequestError(f"{len(sequences)} sequences are to be scored; send at most {MAX_SEQUENCES} at once")
+    if len(sequences) > MAX_SCORED_SEQUENCES:
+        raise InvalidRequestError(f"{len(sequences)} sequences are to be scored; send at most {MAX_SCORED_SEQUENCES} at once")
     for index, sequence in enumerate(sequences):
         if not sequence.prompt_ids:
             raise InvalidRequestError(f"sequence {index} has no prompt; give at least one prompt token")

@@ -15,6 +15,8 @@ from shoal.config.masking import mask_url
 
 Dtype = Literal["float32", "bfloat16"]
 MAX_BUCKET_BYTES = 4 << 30
+MAX_SCORED_SEQUENCES = 64
+"""Sequences that a trainer scores in one call."""
 MAX_PUSH_S = 86_400.0
 """A rollout server keeps a push that is not committed for a day at most."""
 
@@ -199,7 +201,7 @@ class PushSection(_Section):
     """Requests that run at COMMIT: go on with new weights, end with what they have, or are waited for."""
     audit_every: int = Field(default=0, ge=0)
     """Compare the engines' live weights with the trainer's after every so many pushes; 0 is never."""
-    audit_prompts: int = Field(default=4, ge=0)
+    audit_prompts: int = Field(default=4, ge=0, le=MAX_SCORED_SEQUENCES)
     """Prompts of an audit's probe set: greedy choices and log-probabilities of engine and trainer are compared."""
     prepare_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of PREPARE."""

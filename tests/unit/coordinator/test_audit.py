@@ -121,6 +121,16 @@ async def test_verify_compares_while_the_run_is_paused(tmp_path: Path) -> None:
         assert status.pushes.last_audit == "equal"
 
 
+async def test_verify_asks_the_trainer_for_no_more_scores_than_it_gives_in_a_call(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, push={"audit_prompts": 40}) as run:
+        run.join("rollout-1")
+        await paused_run(run)
+        audit = await run.coordinator.backend.verify_weights(5.0)
+    assert [server.probe_error for server in audit.servers] == [None, None]
+    assert [server.probe and server.probe.num_tokens for server in audit.servers] == [80, 80]
+    assert run.log.count("actor score") == 2
+
+
 async def test_verify_fences_what_differs_repairs_it_with_everything_and_lets_it_back(tmp_path: Path) -> None:
     before = sample_value("shoal_push_audits_total", {"result": "differs"}) or 0.0
     async with RunHarness(tmp_path) as run:
