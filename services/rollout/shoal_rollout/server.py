@@ -64,9 +64,8 @@ class RolloutServer:
         self._facts = facts
         self._config = config
         self._service_id = service_id
-        self._host = host
+        self._host, self._coordinator = host, coordinator
         self._address_host = host if address_host is None else address_host
-        self._coordinator = coordinator
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._lease: LeaseKeeper | None = None
