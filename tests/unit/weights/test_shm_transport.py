@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import mmap
 import multiprocessing
 import os
@@ -264,6 +265,21 @@ def test_sink_closes_once_and_only_its_own_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TransportError, match="closed"):
         sink.view(SinkParameter(name="p", shape=(1,), dtype="float32", staging_offset_bytes=0))
+
+
+def test_bytes_stay_mapped_for_whoever_still_writes_when_a_file_is_let_go(tmp_path: Path) -> None:
+    """Another thread lets go of a server's file while one writes to it: an access to what is no longer mapped kills the process."""
+    pair = Pair(tmp_path)
+    link, view = pair.open(), pair.staged("matrix")
+    pair.close()
+    # Counted before they are touched, so that this fails without a crash.
+    assert num_mappings_of(pair.path) == 2
+    view.fill_(1.0)
+    with pytest.raises(TransportError, match="is the engine worker alive"):
+        link.write_dense(MATRIX, [torch.ones(6, 8)])
+    del link, view
+    gc.collect()
+    assert num_mappings_of(pair.path) == 0
 
 
 def test_view_refuses_misaligned_and_outlying_parameters(pair: Pair) -> None:

@@ -17,6 +17,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,8 @@ class MappedBytes:
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self._map = mmap.mmap(file_descriptor, num_bytes)
-        self.buffer: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Through NumPy, which keeps the map from being closed under a view; torch.frombuffer does not, and the next access would be fatal.
+        self.buffer: Tensor = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
         # Page tables are filled now instead of by one fault for every page of the first push; older kernels cannot.
         with contextlib.suppress(OSError):
             self._map.madvise(_MADV_POPULATE_WRITE)
