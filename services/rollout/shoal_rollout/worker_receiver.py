@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.config.models import PushSection
+from shoal.errors import TransportError
+from shoal.telemetry.logs import get_logger
 from shoal.weights.buckets import Bucket
 from shoal.weights.transports.base import PieceTarget
 
 if TYPE_CHECKING:
     from shoal.weights.transports.collective_sink import CollectiveReceiver, CollectiveStore
+
+log = get_logger(__name__)
 
 LAST_WORDS_S = 1.0
 """The trainer has its answer before VERIFY, so a receiver that is not done by then never will be."""
@@ -47,7 +51,7 @@ class WorkerReceiver:
         Args:
             host: where others reach this machine; empty if it is not known yet.
             device: where staging is.
-        Raises: TransportError: the store cannot listen there.
+        Raises: TransportError: the store cannot listen there, and the setting leaves no other transport.
         """
         is_wanted = push.transport == "collective" or (push.transport == "auto" and device != "cpu")
         if self._rank != 0 or not host or not is_wanted:
@@ -56,7 +60,13 @@ class WorkerReceiver:
             # Processes that never use it should not load it.
             from shoal.weights.transports.collective_sink import CollectiveStore
 
-            self._store = CollectiveStore(host)
+            try:
+                self._store = CollectiveStore(host)
+            except TransportError as error:
+                if push.transport == "collective":
+                    raise
+                log.warning("collective_not_offered", error=str(error))
+                return {}
         return {"collective": self._store.address}
 
     def start(self, push_id: str, policy_version: int, buckets: Sequence[Bucket], reception: Reception, device: str) -> None:

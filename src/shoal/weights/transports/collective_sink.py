@@ -50,7 +50,8 @@ class CollectiveStore:
         try:
             listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            raise TransportError(f"no store for the collective transport can listen on {host}: {error.strerror}") from error
+            msg = f"no store for the collective transport can listen on {host}: {error.strerror}"
+            raise TransportError(f"{msg}; let --advertise name an address of this machine, or set push.transport to grpc") from error
         port = listening.getsockname()[1]
         # torch's own server would listen on every interface. It owns the descriptor from here on.
         self._store: Store | None = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
