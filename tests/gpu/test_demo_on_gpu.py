@@ -1,4 +1,4 @@
-"""The same services on a GPU: engine, gangs (nccl) and the push through shared memory."""
+"""The same services on a GPU: engine, gangs (nccl) and the push through whatever `auto` chooses."""
 
 from __future__ import annotations
 
