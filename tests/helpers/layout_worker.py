@@ -22,7 +22,10 @@ class LayoutWorker:
         """Find the layout; answers its mode and how many elements are staged here."""
         # vLLM imports this module before it can choose a platform.
         from shoal_rollout.engine_model import EngineModel
+        from shoal_rollout.engine_worker import unlink_shared_memory
 
+        # vLLM leaves it behind when the workers end.
+        unlink_shared_memory()
         self.layout_model = EngineModel(self.model_runner.get_model(), Path(folder), self.vllm_config)
         num_elements = sum(_num_elements(shape) for _, shape, _ in self.layout_model.parameters)
         return [self.layout_model.mode, num_elements]

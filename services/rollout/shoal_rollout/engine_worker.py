@@ -42,7 +42,7 @@ class EngineWorker:
             model = EngineModel(module, Path(folder), self.vllm_config)
             self.shoal_sink = WorkerSink(model, self.rank, str(next(module.parameters()).device))
             if self.vllm_config.parallel_config.world_size > 1:
-                _unlink_shared_memory()
+                unlink_shared_memory()
             return [model.mode, model.reason]
 
         return _answer(run)
@@ -115,7 +115,7 @@ def _require(worker: EngineWorker) -> WorkerSink:
     return sink
 
 
-def _unlink_shared_memory() -> None:
+def unlink_shared_memory() -> None:
     """Remove the names of vLLM's shared memory between its processes: all have mapped it, and killed ones would leave it behind."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
