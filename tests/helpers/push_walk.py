@@ -78,8 +78,15 @@ class Walk:
         for server in self.servers.values():
             await server.stop()
 
-    def left_behind(self) -> list[str]:
-        """Staging that `close` should have removed: files, and mappings of files."""
+    async def left_behind(self) -> list[str]:
+        """Staging that `close` should have removed: files, and mappings once the last cancelled stream has ended."""
+        for _ in range(40):
+            if not (left := self._left()):
+                return []
+            await asyncio.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
         gc.collect()
         files = [path.name for folder in self.folders for path in folder.iterdir()]
         maps = Path("/proc/self/maps").read_text().splitlines()

@@ -22,7 +22,7 @@ async def take(folder: Path, seed: int, num_steps: int) -> None:
         raise
     finally:
         await walk.close()
-    assert walk.left_behind() == []
+    assert await walk.left_behind() == []
 
 
 @pytest.mark.parametrize("seed", range(5))
