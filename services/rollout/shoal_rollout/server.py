@@ -84,7 +84,7 @@ class RolloutServer:
             engine,
             server_id=service_id,
             staging_name=self._staging_name,
-            push=config.push,
+            push=config.push.model_copy(update={"plaintext_collective": config.may_push_in_plaintext}),
             on_committed=self._on_committed,
             on_failed=self._on_commit_failed,
         )

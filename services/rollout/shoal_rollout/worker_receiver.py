@@ -54,7 +54,7 @@ class WorkerReceiver:
         Raises: TransportError: the store cannot listen there, and the setting leaves no other transport.
         """
         is_wanted = push.transport == "collective" or (push.transport == "auto" and device != "cpu")
-        if self._rank != 0 or not host or not is_wanted:
+        if self._rank != 0 or not host or not is_wanted or push.plaintext_collective is False:
             return {}
         if self._store is None:
             # Processes that never use it should not load it.

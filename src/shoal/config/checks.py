@@ -112,6 +112,11 @@ def _push(config: RunConfig) -> Iterator[str]:
             f"the deadlines of a push (push.*_timeout_s, commit {num_commits} x) are {longest_s:g} s together; a server keeps a push for "
             f"{MAX_PUSH_S:g} s at most, so lower them"
         )
+    if push.transport == "collective" and not config.may_push_in_plaintext:
+        yield (
+            "push.transport is collective, which nothing encrypts, but security.insecure is false; set push.transport to grpc or auto, or "
+            "push.plaintext_collective: true if only this run can reach the network between trainer and engines"
+        )
     if push.transport == "cuda_ipc" and config.actor.device == "cpu":
         yield (
             "push.transport is cuda_ipc but actor.device is cpu, so no push could be made; set push.transport to auto, or actor.device to "

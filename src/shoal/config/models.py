@@ -195,6 +195,8 @@ class PushSection(_Section):
     auto: on where bytes cross a wire (grpc, collective)."""
     dense_every: int = Field(default=50, ge=1)
     """Every so many pushes everything is sent; also after any failure."""
+    plaintext_collective: bool | None = None
+    """Let the collective transport, which nothing encrypts or authenticates, carry weights; None: only if security.insecure is true."""
     commit: Literal["barrier", "rolling"] = "barrier"
     """barrier: all servers swap at once; rolling: one after another, so that the others go on serving."""
     inflight: Literal["keep", "abort", "wait"] = "keep"
@@ -312,6 +314,12 @@ class RunConfig(_Section):
     redis: RedisSection = RedisSection()
     security: SecuritySection = SecuritySection()
     telemetry: TelemetrySection = TelemetrySection()
+
+    @property
+    def may_push_in_plaintext(self) -> bool:
+        """Whether the collective transport may carry weights."""
+        allowed = self.push.plaintext_collective
+        return self.security.insecure if allowed is None else allowed
 
     @property
     def planned_updates(self) -> int:

@@ -49,6 +49,10 @@ def _build(**sections: dict[str, Any]) -> RunConfig:
             r"commit 3 x\) are 90210 s together",
         ),
         ({"push": {"transport": "cuda_ipc"}, "actor": {"device": "cpu"}}, r"push\.transport is cuda_ipc but actor\.device is cpu"),
+        (
+            {"push": {"transport": "collective"}, "security": {"insecure": False, "ca_file": "a", "cert_file": "c", "key_file": "k"}},
+            r"push\.transport is collective, which nothing encrypts, but security\.insecure is false",
+        ),
         ({"security": {"insecure": False}}, r"security\.ca_file, security\.cert_file, security\.key_file not set"),
         ({"security": {"insecure": False, "ca_file": "a", "key_file": "k"}}, r"false but security\.cert_file not set"),
         ({"security": {"ca_file": "a"}}, r"security\.ca_file is set but security\.insecure is true"),
@@ -100,3 +104,10 @@ def test_config_has_at_most_150_documented_fields() -> None:
     fields = [(name, field) for section in sections for name, field in section.model_fields.items()]  # type: ignore[union-attr]
     assert len(fields) <= 150
     assert [name for name, field in fields if not field.description] == []
+
+
+def test_plaintext_push_follows_security_unless_it_is_set() -> None:
+    tls = {"insecure": False, "ca_file": "a", "cert_file": "c", "key_file": "k"}
+    assert _build().may_push_in_plaintext
+    assert not _build(security=tls).may_push_in_plaintext
+    assert _build(security=tls, push={"transport": "collective", "plaintext_collective": True}).may_push_in_plaintext

@@ -44,3 +44,8 @@ def test_worker_offers_a_store_where_it_may_be_used(transport: str, device: str,
 def test_store_that_cannot_listen_is_an_error_where_nothing_else_is_allowed() -> None:
     with pytest.raises(TransportError, match=r"can listen on 192\.0\.2\.1: .*; let --advertise name an address of this machine"):
         receiver().endpoints(PushSection(transport="collective"), NOT_OURS, "cpu")
+
+
+def test_worker_offers_no_store_where_plaintext_is_not_allowed() -> None:
+    push = PushSection(transport="collective", plaintext_collective=False)
+    assert not receiver().endpoints(push, "127.0.0.1", "cpu")
