@@ -74,7 +74,7 @@ class Walk:
 
     async def close(self) -> None:
         """End everything."""
-        self.gang.close()
+        await self.gang.close()
         for server in self.servers.values():
             await server.stop()
 
@@ -135,7 +135,7 @@ class Walk:
         elif kind == "revert":
             older = self.rng.choice([key for key in self.history if key[0] == self.gang.source_id])
             full = {name: tensor.clone() for name, tensor in self.history[older].items()}
-        self._hold(full, self.gang.version + 1)
+        await self._hold(full, self.gang.version + 1)
 
     async def push_well(self) -> None:
         """A push that nothing disturbs but calls that are repeated: every server must have it."""
@@ -225,7 +225,7 @@ class Walk:
         """A gang that is started again, perhaps with other frozen weights, perhaps at the same version number."""
         full = initial(self.rng) if self.rng.random() < 0.5 else {name: tensor + 0.5 for name, tensor in self.full.items()}
         version = self.gang.version + self.rng.randrange(2)
-        self.gang.close()
+        await self.gang.close()
         self._start_gang(full, version)
 
     async def replay_old_calls(self) -> None:
@@ -347,6 +347,6 @@ class Walk:
         self.gang = WalkGang(f"gang-{self._num_gangs}", full, version, self.push)
         self.history[self.gang.source_id, version] = full
 
-    def _hold(self, full: dict[str, Tensor], version: int) -> None:
+    async def _hold(self, full: dict[str, Tensor], version: int) -> None:
         self.history[self.gang.source_id, version] = full
-        self.gang.load(full, version)
+        await self.gang.load(full, version)

@@ -124,6 +124,8 @@ class WalkGang:
         self.source_id = source_id
         self.version = version
         self.failing_rank: tuple[int, str] | None = None
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[list[bytes]]] = set()
         self.transports: list[FaultyTransport] = []
         self.sources: list[WeightSource] = []
         self._locals: list[dict[str, Tensor]] = []
@@ -133,27 +135,26 @@ class WalkGang:
         self._handlers = [WeightCommands(source, lambda: self.version).handlers() for source in self.sources]
         self._servicer = WeightSourceServicer(self)
 
-    def load(self, full: Mapping[str, Tensor], version: int) -> None:
+    async def load(self, full: Mapping[str, Tensor], version: int) -> None:
         """Hold other values, which are a version."""
-        for rank, local in enumerate(self._locals):
-            for name, tensor in local.items():
-                tensor.copy_(_shard(name, full[name], rank))
-        self.version = version
+        async with self._turn:
+            for rank, local in enumerate(self._locals):
+                for name, tensor in local.items():
+                    tensor.copy_(_shard(name, full[name], rank))
+            self.version = version
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of the servers' staging."""
-        for source in self.sources:
-            source.close()
+        async with self._turn:
+            for source in self.sources:
+                source.close()
 
     async def run(self, command: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        """`WeightGang`: one rank after another, each in a thread; the first error is what the caller gets once all have ended."""
-        answers = await asyncio.gather(
-            *(asyncio.to_thread(self._run, rank, command, payload) for rank in range(NUM_RANKS)), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, bytes)]
+        """`WeightGang`: every rank in a thread; as in a real gang a command runs alone, and to its end though its caller be gone."""
+        running = asyncio.create_task(self._run_alone(command, payload))
+        self._running.add(running)
+        running.add_done_callback(self._forget)
+        return await asyncio.shield(running)
 
     async def describe(self, *, timeout_s: float) -> tuple[SourceLayout, int]:
         """See `WeightSource.describe`."""
@@ -182,6 +183,20 @@ class WalkGang:
         """See `WeightSource.digest`."""
         request = weights_pb2.DigestSourceRequest(policy_version=policy_version, plan_hashes=plan_hashes)
         return source_digests_from_proto(await self._servicer.DigestSource(request, _Context()))
+
+    async def _run_alone(self, command: str, payload: bytes) -> list[bytes]:
+        async with self._turn:
+            calls = (asyncio.to_thread(self._run, rank, command, payload) for rank in range(NUM_RANKS))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, bytes)]
+
+    def _forget(self, running: asyncio.Task[list[bytes]]) -> None:
+        self._running.discard(running)
+        if not running.cancelled():
+            running.exception()
 
     def _run(self, rank: int, command: str, payload: bytes) -> bytes:
         if self.failing_rank == (rank, command):
