@@ -66,6 +66,7 @@ class Fleet:
         self._history = history
         self._rollout_pool = rollout_pool
         self._reward_pool = reward_pool
+        self._now_s = now_s
         self._roster = Roster(connector, config, clock, waits)
         lease_s = config.coordinator.lease_s
         self._pusher = MemberPusher(config.push, lease_s=lease_s, history=history, clock=clock, waits=waits, now_s=now_s)
@@ -177,7 +178,10 @@ class Fleet:
         fenced after it. Every `push.audit_every` pushes the servers are audited.
         """
         # A suspect would only hold the others up until PREPARE's deadline; it is caught up once it answers.
-        if members := {name: member for name, member in self._roster.rollouts.items() if not member.suspect}:
+        now_s = self._now_s()
+        if members := {
+            name: member for name, member in self._roster.rollouts.items() if not member.suspect and member.rests_until_s <= now_s
+        }:
             await self._push_to(members, policy_version, PushReason.STEP)
         # In one go with what the push has changed: a server that swapped in time must not lose its running requests.
         self.set_policy_version(policy_version)
@@ -264,13 +268,13 @@ class Fleet:
 
     async def _catch_up(self) -> bool:
         """Push to all fenced servers; False if some are still fenced."""
-        fenced = self._fenced()
+        fenced = self._due()
         if not fenced:
-            return True
+            return not self._fenced()
         with self._waits.waiting("coordinator", list(fenced), f"catching up to policy version {self.policy_version}"):
             async with self.weights_lock:
                 # A step's push may have reached them while the lock was held elsewhere.
-                if fenced := self._fenced():
+                if fenced := self._due():
                     await self._push_to(fenced, self.policy_version, PushReason.CATCH_UP)
                     self._wake()
         return not self._fenced()
@@ -280,6 +284,10 @@ class Fleet:
             return {}
         version = self._current_version
         return {name: member for name, member in self._roster.rollouts.items() if not member.suspect and not member.serves(version)}
+
+    def _due(self) -> dict[str, RolloutMember]:
+        now_s = self._now_s()
+        return {name: member for name, member in self._fenced().items() if member.rests_until_s <= now_s}
 
     async def _push_to(self, members: Mapping[str, RolloutMember], version: int, reason: PushReason) -> None:
         await self._pusher.push(self.gang(ServiceKind.ACTOR).require_source(), members, version, reason)

@@ -16,6 +16,9 @@ from shoal.weights.plan import ServerPlan
 from shoal_coordinator.connections import RewardCalls, RolloutCalls, SinkConnection
 
 PROBE_TIMEOUT_S = 2.0
+FIRST_REST_S = 1.0
+MAX_REST_DOUBLINGS = 5
+"""A server that pushes miss again and again is left out of them for 1, 2, 4 ... 32 s."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +41,7 @@ class RolloutMember:
     num_failures: int = 0
     failing_since_s: float | None = None
     last_error: str = ""
+    rests_until_s: float = 0.0
 
     def serves(self, policy_version: int) -> bool:
         """Whether it answers, with exactly this version."""
@@ -52,7 +56,7 @@ class RolloutMember:
         self.served_version, self.plan = policy_version, plan
         self.wrong, self.needs_dense = "", False
         self.pushes_since_dense = 0 if dense else self.pushes_since_dense + 1
-        self.num_failures, self.failing_since_s, self.last_error = 0, None, ""
+        self.num_failures, self.failing_since_s, self.last_error, self.rests_until_s = 0, None, "", 0.0
 
     def note_failure(self, error: str, now_s: float) -> None:
         """A push has missed it."""
@@ -61,6 +65,9 @@ class RolloutMember:
         self.last_error = error
         if self.failing_since_s is None:
             self.failing_since_s = now_s
+        # The first failure may have been chance; one that goes on, such as an engine that hangs, must not cost every push its deadline.
+        repeated = min(self.num_failures - 2, MAX_REST_DOUBLINGS)
+        self.rests_until_s = now_s + (FIRST_REST_S * 2**repeated if repeated >= 0 else 0.0)
 
     def note_wrong(self, what: str) -> None:
         """An audit has found other weights in it; only a push of everything repairs that."""

@@ -34,6 +34,9 @@ WORKER, RANK = 0, 1
 
 _HEADER_ITEMS = 4
 _POLL_S = 0.002
+_MEET_POLL_S = 0.01
+_GLOO_TIMEOUTS = 5
+"""Gloo waits for so many of its timeouts, one after another, for a peer that has said where it is and then went away."""
 # The watchdog of an NCCL group ends the process; the limits here are the callers' own.
 _NEVER = timedelta(days=365)
 _environment = threading.Lock()
@@ -111,6 +114,7 @@ class PairGroup:
         self._device = torch.device(device)
         prefixed = PrefixStore(name, store)
         with _translated(name, deadline_s):
+            _meet(prefixed, member, self._peer, deadline_s)
             make = _nccl_group if self._device.type == "cuda" else _gloo_group
             self._group: Any = make(prefixed, member, address, _left(deadline_s))
 
@@ -167,11 +171,20 @@ class PairGroup:
             time.sleep(_POLL_S)
 
 
+def _meet(store: Store, member: int, peer: int, deadline_s: float) -> None:
+    """Wait until the peer is here too. It is asked for again and again: waiting would lock a connection that other threads use."""
+    store.set(f"here/{member}", "")
+    while not store.check([f"here/{peer}"]):
+        if time.monotonic() > deadline_s:
+            raise DeadlineError("the peer did not join in time; is it stopped?")
+        time.sleep(_MEET_POLL_S)
+
+
 def _gloo_group(store: Store, member: int, address: str, timeout: timedelta) -> ProcessGroupGloo:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
     # Without a device gloo resolves the host's name, which need not lead anywhere.
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(address))]
-    options._timeout = timeout
+    options._timeout = timeout / _GLOO_TIMEOUTS
     options._threads = 1
     return ProcessGroupGloo(store, member, 2, options)
 
