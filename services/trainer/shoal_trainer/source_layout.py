@@ -106,6 +106,10 @@ class HeldTensors:
         """Whether the parameter was not to be trained when this object was made."""
         return name in self._frozen
 
+    def item_bytes(self, name: str) -> int:
+        """Bytes of an element of the live parameter."""
+        return self._parameters[name].element_size()
+
     def holder(self, name: str, box: Box) -> HeldBox:
         """The held box that a box of the whole tensor lies in.
 

@@ -31,6 +31,7 @@ from shoal.types.weights import (
     StagedVersion,
 )
 from shoal.weights.buckets import Bucket
+from shoal.weights.dtypes import item_bytes
 from shoal.weights.plan import ServerPlan
 from shoal.weights.planner import plan_push
 from shoal.weights.transports.base import SourceTransport
@@ -263,7 +264,8 @@ class WeightSource:
         for worker_rank in sorted(worker_rank for of_rank, worker_rank in plan.pairs() if of_rank == rank):
             transport = plan.transport_of(rank, worker_rank)
             buckets = plan.buckets(rank, worker_rank)
-            pairs.append(PairPart(worker=workers[worker_rank], transport=transport, buckets=buckets, compares=self._compares(transport)))
+            compares = self._compares(transport, buckets)
+            pairs.append(PairPart(worker=workers[worker_rank], transport=transport, buckets=buckets, compares=compares))
         return ServerPart(
             server_id=layout.server_id,
             plan_hash=plan.plan_hash,
@@ -272,8 +274,14 @@ class WeightSource:
             pairs=tuple(pairs),
         )
 
-    def _compares(self, transport: str) -> bool:
-        return self._settings.delta == "on" or (self._settings.delta == "auto" and transport in _WIRES)
+    def _compares(self, transport: str, buckets: Sequence[Bucket]) -> bool:
+        if self._settings.delta != "auto":
+            return self._settings.delta == "on"
+        # An optimizer step changes nearly every element of the trainer's own dtype; rounding to a narrower one hides most of that.
+        is_narrower = any(
+            item_bytes(bucket.dtype, "a bucket") < self._tensors.item_bytes(piece.source_name) for bucket in buckets for piece in bucket.pieces
+        )
+        return transport in _WIRES and is_narrower
 
     def _compared_buckets(self) -> Iterator[Bucket]:
         """Buckets that need the shadow: the frozen ones do not."""

@@ -192,7 +192,7 @@ class PushSection(_Section):
     """Streams of the grpc transport from one rank to one worker."""
     delta: Literal["auto", "on", "off"] = "auto"
     """Send positions and values of changed elements where that is smaller; costs a copy of the shard in the serving dtype.
-    auto: on where bytes cross a wire (grpc, collective)."""
+    auto: on where bytes cross a wire (grpc, collective) and the engine's dtype is narrower than the trainer's."""
     dense_every: int = Field(default=50, ge=1)
     """Every so many pushes everything is sent; also after any failure."""
     plaintext_collective: bool | None = None

@@ -75,6 +75,20 @@ def test_parts_of_a_large_bucket_are_nearly_full() -> None:
     assert min(sizes[:-1]) > 0.7 * (1 << 20)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_pieces_are_read_where_they_are_between_small_and_strided_ones(dtype: str) -> None:
+    tensors = [torch.randn(5), torch.randn(700, 500), torch.randn(3), torch.randn(300, 400).T, torch.randn(1 << 16), torch.randn(7)]
+    bucket = bucket_of(tensors, dtype)
+    digest, buffer = xxhash.xxh3_64(), torch.empty(1 << 19, dtype=torch.uint8)
+    parts = []
+    for part in packed_parts(bucket, tensors, buffer, digest):
+        assert part.nbytes <= buffer.numel()
+        parts.append(bytes(part))
+    expected = pack_bucket(bucket, tensors).numpy().tobytes()
+    assert b"".join(parts) == expected
+    assert digest.intdigest() == xxhash.xxh3_64_intdigest(expected)
+
+
 def test_pieces_of_another_shape_are_refused() -> None:
     bucket = bucket_of([torch.zeros(2, 3)], "float32")
     with pytest.raises(TransportError, match="wants"):

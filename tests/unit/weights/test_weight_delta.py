@@ -154,6 +154,15 @@ def test_the_setting_decides_over_a_wire(delta: str, shadow_bytes: int, expected
     assert rig.source.shadow_bytes == shadow_bytes
 
 
+@pytest.mark.parametrize(("delta", "shadow_bytes", "expected"), [("auto", 0, DENSE), ("on", 2 * NUM_BYTES, DELTA)])
+def test_auto_keeps_no_shadow_where_the_engine_has_the_trainers_dtype(delta: str, shadow_bytes: int, expected: set[BucketEncoding]) -> None:
+    rig = Rig(server(dtype="float32"), delta=delta)
+    rig.push()
+    rig.step()
+    assert encodings(rig.push()["a"]) == expected
+    assert rig.source.shadow_bytes == shadow_bytes
+
+
 def test_auto_costs_nothing_where_bytes_stay_on_the_host(tmp_path: Path) -> None:
     near = StagingServer.copying("near", SHAPES, str(tmp_path), dtype="bfloat16")
     with closing(near):
