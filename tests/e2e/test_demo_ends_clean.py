@@ -57,7 +57,7 @@ def test_demo_goes_on_after_engine_and_reward_are_killed_and_leaves_nothing_when
     with tiny_demo(tmp_path, *_QUICK) as demo:
         demo.wait_for_step(2)
         os.kill(demo.find("shoal_reward"), signal.SIGKILL)
-        os.kill(demo.find("EngineCore"), signal.SIGKILL)
+        os.kill(demo.find_engine(), signal.SIGKILL)
         step = int(demo.status()["step"])
         demo.wait_for_step(step + 4)
         assert demo.status()["policy_version"] > step

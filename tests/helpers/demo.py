@@ -67,6 +67,11 @@ class Demo:
         lines = [_command_line(pid) for pid in descendants(self.process.pid)]
         raise AssertionError(f"no process with {text!r} among {lines}")
 
+    def find_engine(self) -> int:
+        """Pid of the engine core: the rollout server's child, whatever title it could give itself."""
+        server = self.find("shoal_rollout")
+        return next(pid for pid in descendants(server) if parent_of(pid) == server)
+
     def shared_memory(self) -> list[str]:
         """Staging files of the run."""
         run_id = self.run_folder().name

@@ -321,6 +321,9 @@ class Fleet:
         log.info("service_changed", change=event.change, service_id=event.info.service_id, kind=event.info.kind, address=event.info.address)
         if event.change is not RegistryChange.JOINED:
             self._roster.drop(event.info.service_id)
+            # One that was started again has the same name and another connection: a pool would keep the old one.
+            self._rollout_pool.remove(event.info.service_id)
+            self._reward_pool.remove(event.info.service_id)
             self._pusher.leave_out(event.info.service_id)
             self._note_gang_loss(event)
         if event.change in (RegistryChange.JOINED, RegistryChange.REPLACED):

@@ -279,7 +279,9 @@ class WeightSource:
             return self._settings.delta == "on"
         # An optimizer step changes nearly every element of the trainer's own dtype; rounding to a narrower one hides most of that.
         is_narrower = any(
-            item_bytes(bucket.dtype, "a bucket") < self._tensors.item_bytes(piece.source_name) for bucket in buckets for piece in bucket.pieces
+            item_bytes(bucket.dtype, "a bucket") < self._tensors.item_bytes(piece.source_name)
+            for bucket in buckets
+            for piece in bucket.pieces
         )
         return transport in _WIRES and is_narrower
 

@@ -370,3 +370,17 @@ async def test_fleet_publishes_the_version_of_each_server(tmp_path: Path) -> Non
         run.join_all()
         await run.until(RunState.FINISHED)
         assert sample_value("shoal_server_policy_version", {"server": "rollout-0"}) == 2
+
+
+async def test_fleet_sends_traffic_to_the_successor_of_a_service_and_not_to_its_old_connection(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, run={"steps": 2}) as run:
+        await hold_at(run, 2)
+        fleet = run.coordinator.fleet
+        before = {pool: (await pool.pick(1.0)).client for pool in (fleet._reward_pool, fleet._rollout_pool)}
+        run.join("reward-0", incarnation="b")
+        run.join("rollout-0", incarnation="b", policy_version=fleet.policy_version)
+        await run.until_true(lambda: traffic(run) == ("rollout-0", "reward-0"))
+        for pool, old in before.items():
+            assert (await pool.pick(1.0)).client is not old
+        run.workload.release.set()
+        await run.until(RunState.FINISHED)
