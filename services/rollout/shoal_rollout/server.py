@@ -21,6 +21,7 @@ from shoal.rpc.v1 import rollout_pb2_grpc
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import start_metrics_server
 from shoal.types import ServiceKind
+from shoal.weights.staging_names import server_staging
 from shoal_rollout import rollout_servicer, weight_sink_servicer
 from shoal_rollout.generation import Generation
 from shoal_rollout.model_facts import ModelFacts
@@ -79,7 +80,7 @@ class RolloutServer:
             # A server that joins a run must not answer with the base weights before it knows how far the run is.
             required_policy_version=None if coordinator is not None else 0,
         )
-        self._staging_name = staging_name(config.run.id, service_id, os.getpid())
+        self._staging_name = server_staging(config.run.id, service_id, os.getpid())
         self._sink = WeightSink(
             engine,
             server_id=service_id,
@@ -171,11 +172,6 @@ class RolloutServer:
                 log.warning("staging_not_closed", error=repr(error))
         # A dead engine cannot remove its own files.
         remove_files(glob.glob(f"{glob.escape(self._config.push.shm_dir)}/shoal-{self._staging_name}-w*"))
-
-
-def staging_name(run_id: str, service_id: str, process_id: int) -> str:
-    """Start of the names of a server's staging buffers; unique on a host while the process lives."""
-    return f"{run_id}-{service_id}-p{process_id}"
 
 
 def remove_stale_staging(folder: str, run_id: str, service_id: str) -> None:

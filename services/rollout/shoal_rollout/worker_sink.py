@@ -25,6 +25,7 @@ from shoal.types import SinkRegion, SinkWorkerLayout
 from shoal.types.weights import PairDigests, Place
 from shoal.weights.buckets import Bucket
 from shoal.weights.places import host_id
+from shoal.weights.staging_names import worker_staging
 from shoal.weights.transports.base import StagingBuffer
 from shoal.weights.transports.factory import open_staging
 from shoal.weights.transports.pieces import bucket_digest
@@ -266,7 +267,7 @@ class WorkerSink:
             _check_space(push, self._staging_bytes)
         self._num_stagings += 1
         # A new name every time: who still has the old buffer mapped cannot take the new one for it.
-        self._staging = open_staging(push, f"{name}-w{self._rank}-{self._num_stagings}", self._staging_bytes, self._device)
+        self._staging = open_staging(push, worker_staging(name, self._rank, self._num_stagings), self._staging_bytes, self._device)
         self._content.forget()
 
     def _close_staging(self) -> None:

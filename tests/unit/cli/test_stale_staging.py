@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.local.stale import remove_stale_staging
+from shoal.weights.staging_names import server_staging, worker_staging
 from shoal.weights.transports.shm import ShmStaging
 
-NAME = "run-rollout-0-p17-w0"
+NAME = worker_staging(server_staging("run", "rollout-0", 17), 0, 1)
 
 
 def test_staging_that_a_worker_holds_stays_and_goes_with_it(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import stat
 from pathlib import Path
 
-_STAGING_NAME = re.compile(r"shoal-.+-p\d+-w\d+")
-"""`shoal-<run id>-<service id>-p<pid>-w<worker rank>`; anything else in the folder is somebody else's."""
+from shoal.weights.staging_names import STAGING_FILE
 
 
 def remove_stale_staging(folder: str) -> list[str]:
@@ -24,7 +22,7 @@ def remove_stale_staging(folder: str) -> list[str]:
     Returns: the names that were removed, sorted.
     """
     with contextlib.suppress(FileNotFoundError):
-        return [name for name in sorted(os.listdir(folder)) if _STAGING_NAME.fullmatch(name) and _remove_unless_held(Path(folder, name))]
+        return [name for name in sorted(os.listdir(folder)) if STAGING_FILE.fullmatch(name) and _remove_unless_held(Path(folder, name))]
     return []
 
 
