@@ -109,7 +109,9 @@ class FakeService:
 
 
 class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
-    """Generates seeded token ids at once; clear `may_generate` to make it hang. `sink` scripts its end of pushes.
+    """Generates seeded token ids at once; clear `may_generate` to make it hang, `hangs` is set once it does.
+
+    `sink` scripts its end of pushes.
 
     As a real one, it refuses requests while it is older than the version that the coordinator requires; num_refused counts them.
     """
@@ -122,6 +124,7 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self.vocab_size = vocab_size
         self.may_generate = asyncio.Event()
         self.may_generate.set()
+        self.hangs = asyncio.Event()
         self.generated_at: list[int] = []
         self.required_versions: list[int] = []
         self.num_refused = 0
@@ -171,6 +174,8 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         if self.policy_version < request.min_policy_version:
             raise StalePolicyError(f"serves {self.policy_version}, wanted {request.min_policy_version}")
         self.generated_at.append(self.policy_version)
+        if not self.may_generate.is_set():
+            self.hangs.set()
         await self.may_generate.wait()
         sampling = sampling_params_from_proto(request.sampling)
         for index in range(request.num_samples):

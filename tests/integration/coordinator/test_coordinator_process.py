@@ -128,10 +128,9 @@ async def test_coordinator_waits_for_a_rollout_server_that_died_and_catches_its_
     async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
         await coordinator.until(lambda status: status["step"] >= 1)
         cluster.rollout.may_generate.clear()
-        await coordinator.until_state("rolling_out")
+        await asyncio.wait_for(cluster.rollout.hangs.wait(), 10)
         version = cluster.rollout.policy_version
         await cluster.rollout.__aexit__()
-        # In mid-rollout the dispatcher waits for it; had the step just ended, the coordinator does.
         await coordinator.until(
             lambda status: any("rollout server" in wait["what"] or "1 rollout" in wait["what"] for wait in status["waiting_for"])
         )

@@ -234,16 +234,27 @@ def test_200_pushes_leave_no_growth(sink: SinkProcess, make_gang: MakeGang) -> N
     source = small_source()
     layout = sink.stage(small_sink())
     gang = make_gang(source, random_tensors(source))
-    early: list[Footprint] = []
-    for number in range(200):
+    for _ in range(20):
         gang.push(sink, layout)
-        if number == 20:
-            early = [sink.footprint(), Footprint.of_this_process()]
-    for before, after in zip(early, [sink.footprint(), Footprint.of_this_process()], strict=True):
-        assert after.num_files <= before.num_files
-        assert after.num_maps <= before.num_maps
-        assert after.num_threads <= before.num_threads
-        assert after.rss_bytes <= before.rss_bytes + (4 << 20)
+    early = [sink.footprint(), Footprint.of_this_process()]
+    for _ in range(180):
+        gang.push(sink, layout)
+    # Threads and connections of the last push may still be ending.
+    deadline_s = time.monotonic() + 10.0
+    while (grown := growth(early, [sink.footprint(), Footprint.of_this_process()])) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert grown == []
+
+
+def growth(early: list[Footprint], late: list[Footprint]) -> list[str]:
+    """What a process holds more of than it did; 4 MiB of memory are no growth."""
+    allowed = {"num_files": 0, "num_maps": 0, "num_threads": 0, "rss_bytes": 4 << 20}
+    return [
+        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
+        for before, after in zip(early, late, strict=True)
+        for name, num_more in allowed.items()
+        if getattr(after, name) > getattr(before, name) + num_more
+    ]
 
 
 def test_source_killed_in_the_middle_leaves_the_sink_alive(sink: SinkProcess, make_gang: MakeGang) -> None:
