@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from shoal_rollout.engine import worker_values
 from shoal_rollout.engine_worker import EngineWorker
-from shoal_rollout.server import staging_name
 from shoal_rollout.weight_sink import WeightSink
 from shoal_rollout.weight_sink_servicer import SERVICE_NAME, WeightSinkServicer
 from shoal_rollout.worker_layout import Plain
@@ -33,6 +32,7 @@ from shoal.service_arguments import add_service_arguments
 from shoal.telemetry.logs import setup_logging
 from shoal.types.weights import InflightMode, SinkWorkerLayout
 from shoal.weights.llama_layouts import engine_layout
+from shoal.weights.staging_names import server_staging
 
 
 class ScriptedModel:
@@ -99,7 +99,7 @@ async def serve(config: RunConfig, service_id: str) -> int:
     sink = WeightSink(
         engine,
         server_id=service_id,
-        staging_name=staging_name(config.run.id, service_id, os.getpid()),
+        staging_name=server_staging(config.run.id, service_id, os.getpid()),
         push=config.push,
         on_committed=lambda _: None,
         on_failed=lambda _: None,

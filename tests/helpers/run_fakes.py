@@ -109,7 +109,7 @@ class ScriptedTrainer:
         await self._command(f"forward {batch.step}")
         return {"kl": 0.1 * batch.step} if self.role is TrainerRole.ACTOR else {"value_mean": 0.5}
 
-    async def compute_advantages(self, step: int, kl_coef: float, *, timeout_s: float) -> dict[str, float]:
+    async def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float, *, timeout_s: float) -> dict[str, float]:
         await self._command(f"advantages {step}")
         return {"advantage_std": 1.0}
 

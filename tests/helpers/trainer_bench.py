@@ -253,12 +253,14 @@ def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in module.named_parameters()}  # type: ignore[attr-defined]
 
 
-def ppo_step(actor: Actor, critic: Critic | None, batch: Batch, kl_coef: float = 0.05) -> tuple[dict[str, float], dict[str, float]]:
+def ppo_step(
+    actor: Actor, critic: Critic | None, batch: Batch, kl_coef: float = 0.05, kl_loss_coef: float = 0.05
+) -> tuple[dict[str, float], dict[str, float]]:
     """One whole training step; returns the update metrics of both."""
     actor.forward_batch(batch)
     if critic is not None:
         critic.forward_batch(batch)
-    actor.compute_advantages(batch.step, kl_coef)
+    actor.compute_advantages(batch.step, kl_coef, kl_loss_coef)
     critic_metrics = critic.update_batch(batch.step).metrics if critic is not None else {}
     return actor.update_batch(batch.step).metrics, critic_metrics
 

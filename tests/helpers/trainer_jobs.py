@@ -134,7 +134,7 @@ def _scored(context: RankContext, config: RunConfig) -> dict[str, Any]:
     actor.forward_batch(batch)
     critic.forward_batch(batch)
     between = actor.score_tokens(sequences)
-    actor.compute_advantages(1, 0.05)
+    actor.compute_advantages(1, 0.05, 0.0)
     updated = actor.update_batch(1)
     assert bool(between) == (context.rank == 0)
     assert before == between

@@ -35,7 +35,7 @@ class TrainerCalls(Protocol):
         """Log-probabilities or values of a batch."""
         ...
 
-    async def compute_advantages(self, step: int, kl_coef: float, *, timeout_s: float) -> dict[str, float]:
+    async def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float, *, timeout_s: float) -> dict[str, float]:
         """Advantages of the batch of this step (actor)."""
         ...
 
@@ -88,10 +88,10 @@ class Gang:
         with self._calling(f"forward pass of step {batch.step}"), self.clock.measure(Stage.FORWARD):
             return await self.trainer.forward_batch(batch, timeout_s=self.timeout_s)
 
-    async def compute_advantages(self, step: int, kl_coef: float) -> dict[str, float]:
+    async def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float) -> dict[str, float]:
         """Advantages of the step's batch."""
         with self._calling(f"advantages of step {step}"), self.clock.measure(Stage.ADVANTAGES):
-            return await self.trainer.compute_advantages(step, kl_coef, timeout_s=self.timeout_s)
+            return await self.trainer.compute_advantages(step, kl_coef, kl_loss_coef, timeout_s=self.timeout_s)
 
     async def update_batch(self, step: int) -> UpdateResult:
         """Optimizer steps on the step's batch."""

@@ -120,7 +120,7 @@ class Run:
 
     async def _prepare(self, workload: Workload) -> StepRunner:
         """Learn where the gangs are; from here on their state is needed."""
-        kinds = [ServiceKind.ACTOR, ServiceKind.CRITIC] if self._config.algorithm.estimator == "gae" else [ServiceKind.ACTOR]
+        kinds = [ServiceKind.ACTOR, ServiceKind.CRITIC] if self._config.algorithm.has_critic else [ServiceKind.ACTOR]
         descriptions = {kind: await self._fleet.gang(kind).describe() for kind in kinds}
         steps = {kind: description.step for kind, description in descriptions.items()}
         if len(set(steps.values())) > 1:
@@ -205,7 +205,7 @@ class Run:
 
     def _wanted(self) -> dict[ServiceKind, int]:
         wanted = {ServiceKind.ACTOR: 1, ServiceKind.REWARD: 1, ServiceKind.ROLLOUT: self._config.rollout.min_servers}
-        return wanted | ({ServiceKind.CRITIC: 1} if self._config.algorithm.estimator == "gae" else {})
+        return wanted | ({ServiceKind.CRITIC: 1} if self._config.algorithm.has_critic else {})
 
     async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
         """Run work, but give up when a stop is requested; whether it was done."""

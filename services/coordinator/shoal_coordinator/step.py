@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.config.models import GangSection, RunConfig
+from shoal.config.gang import GangSection
+from shoal.config.models import RunConfig
 from shoal.errors import StateError
 from shoal.queue.entries import QueuedGroup
 from shoal.telemetry.logs import get_logger
@@ -129,7 +130,9 @@ class StepRunner:
         async with asyncio.TaskGroup() as group:
             for role in self._roles.values():
                 group.create_task(self._forward_gang(role, data))
-        advantages = await self._gang(ServiceKind.ACTOR).compute_advantages(data.step, self._config.algorithm.kl_coef)
+        advantages = await self._gang(ServiceKind.ACTOR).compute_advantages(
+            data.step, self._config.algorithm.kl_coef, self._config.algorithm.kl_loss_coef
+        )
         data.add(ServiceKind.ACTOR, advantages)
 
     async def _forward_gang(self, role: GangRole, data: _StepData) -> None:

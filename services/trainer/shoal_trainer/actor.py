@@ -15,14 +15,14 @@ from shoal.algo.advantages import AdvantageInputs
 from shoal.algo.aggregation import TrainedCounts, aggregate
 from shoal.algo.kl import k1, k3, token_kl
 from shoal.algo.masking import masked_moments, select
-from shoal.algo.registry import GROUP_ESTIMATORS, advantage_estimator, policy_loss
+from shoal.algo.registry import advantage_estimator, policy_loss
 from shoal.config.models import RunConfig
 from shoal.types import Batch, TokenScores, TokenSequence, TrainerRole, UpdateResult
 from shoal_trainer.batching import MicroBatch, build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch, Tally
-from shoal_trainer.models import PolicyModel, forget_passes, sampled_vocab_size
+from shoal_trainer.models import PolicyModel, forget_passes
 from shoal_trainer.optimizer import Optimizer
 from shoal_trainer.passes import (
     backward_over_ranks,
@@ -57,6 +57,7 @@ class _ActorStep:
     mini_batches: MiniBatches
     micro_batches: list[_ActorMicroBatch]
     has_graph: bool
+    kl_loss_coef: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -125,11 +126,12 @@ class Actor:
         self._ledger.begin(batch, metrics)
         return metrics
 
-    def compute_advantages(self, step: int, kl_coef: float) -> dict[str, float]:
+    def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float) -> dict[str, float]:
         """Turn rewards, KL and values into advantages and write the column `returns`. Idempotent under step.
 
         Args:
             kl_coef: weight of the KL penalty in the reward, if it enters there.
+            kl_loss_coef: weight of the KL in the loss of this step's update, if it enters there.
         Raises: StateError: forward_batch of this step has not run. NotFoundError: a record has no column `values` yet.
         """
         answer = self._ledger.recall(StepStage.ADVANTAGES, step)
@@ -141,6 +143,7 @@ class Actor:
         watch = Stopwatch(self._context.device)
         with watch.time("fetch_s"), self._context.agreed():
             values = self._loader.read_column("values", batches) if self._has_critic else None
+        current.kl_loss_coef = kl_loss_coef
         inputs = self._advantage_inputs(current, kl_coef, values)
         advantages, returns = self._estimate(inputs, self._context.sum_over_ranks)
         for micro, rows in zip(micro_batches, split_rows(advantages, batches), strict=True):
@@ -189,7 +192,7 @@ class Actor:
         Raises: InvalidRequestError: too many, too long, or an id outside the vocabulary.
         """
         limits = ScoringLimits(
-            vocab_size=sampled_vocab_size(self._policy.language_model.config),
+            vocab_size=self._policy.vocab_size,
             max_tokens=self._config.data.max_prompt_tokens + self._config.rollout.max_new_tokens,
             pass_tokens=self._config.actor.micro_batch_tokens,
         )
@@ -201,7 +204,7 @@ class Actor:
 
     @property
     def _has_critic(self) -> bool:
-        return self._algorithm.estimator == "gae"
+        return self._algorithm.has_critic
 
     def _current(self) -> _ActorStep:
         assert self._step is not None, "the ledger lets no command through without a forward"  # noqa: S101
@@ -216,7 +219,7 @@ class Actor:
     def _logprobs(self, model: PolicyModel, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
         mask = batch.response_mask
         positions, token_ids = batch.positions_before(mask), batch.response_ids[mask]
-        logprobs, entropies = model(batch.input_ids, positions, token_ids, self._config.rollout.temperature, with_entropy)
+        logprobs, entropies = model(batch.inputs, positions, token_ids, self._config.rollout.temperature, with_entropy)
         return batch.pad(logprobs, mask), batch.pad(entropies, mask)
 
     def _score(self, batch: MicroBatch) -> _ActorMicroBatch:
@@ -246,7 +249,7 @@ class Actor:
 
     def _rewards(self, micro: _ActorMicroBatch, kl_coef: float) -> Tensor:
         rewards = select(micro.batch.rewards, micro.batch.response_mask)
-        if self._algorithm.kl_in != "reward" or micro.ref_logprobs is None:
+        if not self._algorithm.kl_in_reward or micro.ref_logprobs is None:
             return rewards
         return rewards - kl_coef * token_kl(
             micro.old_logprobs, micro.ref_logprobs, micro.batch.response_mask, kl_estimator=self._algorithm.kl_estimator
@@ -254,7 +257,7 @@ class Actor:
 
     def _groups(self, batch: Batch, batches: Sequence[MicroBatch]) -> tuple[Tensor | None, int]:
         """Number the groups of the whole batch, alike on every rank."""
-        if self._algorithm.estimator not in GROUP_ESTIMATORS:
+        if "groups" not in self._algorithm.needs:
             return None, 0
         everywhere = (ref.group_id for rank in batch.ranks for mini in rank for micro in mini.micro_batches for ref in micro)
         numbers = {group_id: number for number, group_id in enumerate(sorted(set(everywhere)))}
@@ -270,9 +273,9 @@ class Actor:
             logprobs, entropies = self._logprobs(self._policy, batch, with_entropy=algorithm.entropy_coef > 0)
         terms = self._loss(logprobs, micro.old_logprobs, micro.advantages, batch.response_mask)
         per_token = terms.per_token
-        if algorithm.kl_in == "loss" and micro.ref_logprobs is not None:
-            kl = token_kl(logprobs, micro.ref_logprobs, batch.response_mask, kl_estimator=algorithm.kl_estimator)
-            per_token = per_token + algorithm.kl_coef * kl
+        if algorithm.kl_in_loss and micro.ref_logprobs is not None:
+            kl = token_kl(logprobs, micro.ref_logprobs, batch.response_mask, kl_estimator=algorithm.kl_loss_estimator)
+            per_token = per_token + self._current().kl_loss_coef * kl
         if algorithm.entropy_coef > 0:
             per_token = per_token - algorithm.entropy_coef * entropies
         loss = aggregate(per_token, batch.response_mask, counts, loss_aggregation=algorithm.loss_aggregation)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.models import GangSection
+from shoal.config.gang import GangSection
 
 FLOAT32_ON_CPU = "sdpa_float32"
 

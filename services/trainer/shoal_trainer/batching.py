@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.types import ExperienceRecord, RecordRef, ScoreStatus
+from shoal_trainer.inputs import ModelInputs, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class MicroBatch:
 
     keys: record keys, B of them; empty for a micro-batch of weight 0, whose input is one dummy position.
     group_ids: group of each record.
-    input_ids: [max(B, 1), L] int64.
+    inputs: how the sequences lie in the model's input.
     prompt_lengths: [B] int64.
     response_ids: [B, T] int64.
     valid: [B, T] bool, tokens within the reported length.
@@ -37,7 +38,7 @@ class MicroBatch:
 
     keys: tuple[str, ...]
     group_ids: tuple[str, ...]
-    input_ids: Tensor
+    inputs: ModelInputs
     prompt_lengths: Tensor
     response_ids: Tensor
     valid: Tensor
@@ -49,12 +50,12 @@ class MicroBatch:
     @property
     def num_padded_tokens(self) -> int:
         """Positions that go through the model."""
-        return self.input_ids.numel()
+        return self.inputs.num_positions
 
     def positions_before(self, mask: Tensor) -> Tensor:
         """Flat input positions whose output predicts the tokens chosen by a [B, T] mask, in row-major order: [N] int64."""
         rows, columns = mask.nonzero(as_tuple=True)
-        return rows * self.input_ids.shape[1] + self.prompt_lengths[rows] - 1 + columns
+        return self.inputs.starts[rows] + self.prompt_lengths[rows] - 1 + columns
 
     def pad(self, packed: Tensor, mask: Tensor) -> Tensor:
         """Spread [N] values over the True slots of a [B, T] mask, 0 elsewhere; differentiable."""
@@ -71,8 +72,8 @@ class MicroBatch:
         """Move the tensors."""
         if device.type == "cpu":
             return self
-        names = ("input_ids", "prompt_lengths", "response_ids", "valid", "response_mask", "rollout_logprobs", "rewards")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        names = ("prompt_lengths", "response_ids", "valid", "response_mask", "rollout_logprobs", "rewards")
+        return replace(self, inputs=self.inputs.to(device), **{name: getattr(self, name).to(device) for name in names})
 
 
 def build_micro_batch(refs: Sequence[RecordRef], records: Sequence[ExperienceRecord], vocab_size: int) -> MicroBatch:
@@ -84,10 +85,8 @@ def build_micro_batch(refs: Sequence[RecordRef], records: Sequence[ExperienceRec
         vocab_size: ids outside [0, vocab_size) cannot be trained on.
     """
     usable = [_is_usable(record, vocab_size) for record in records]
-    num_rows = max(len(records), 1)
-    width = max([1, *(_input_length(record) for record, good in zip(records, usable, strict=True) if good)])
     num_tokens = max([1, *(len(record.response_ids) for record in records)])
-    arrays = _Arrays.empty(len(records), num_rows, width, num_tokens)
+    arrays = _Arrays.empty(len(records), num_tokens)
     for row, (record, good) in enumerate(zip(records, usable, strict=True)):
         arrays.valid[row, : len(record.response_ids)] = True
         if good:
@@ -95,7 +94,7 @@ def build_micro_batch(refs: Sequence[RecordRef], records: Sequence[ExperienceRec
     return MicroBatch(
         keys=tuple(ref.key for ref in refs),
         group_ids=tuple(ref.group_id for ref in refs),
-        input_ids=torch.from_numpy(arrays.input_ids),
+        inputs=pad_rows([_input_ids(record, good) for record, good in zip(records, usable, strict=True)]),
         prompt_lengths=torch.from_numpy(arrays.prompt_lengths),
         response_ids=torch.from_numpy(arrays.response_ids),
         valid=torch.from_numpy(arrays.valid),
@@ -108,7 +107,6 @@ def build_micro_batch(refs: Sequence[RecordRef], records: Sequence[ExperienceRec
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    input_ids: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_ids: NDArray[np.int64]
     valid: NDArray[np.bool_]
@@ -117,11 +115,10 @@ class _Arrays:
     rewards: NDArray[np.float32]
 
     @classmethod
-    def empty(cls, num_records: int, num_rows: int, width: int, num_tokens: int) -> _Arrays:
+    def empty(cls, num_records: int, num_tokens: int) -> _Arrays:
         """Room for records of up to num_tokens response tokens, nothing of it trained."""
         shape = (num_records, num_tokens)
         return cls(
-            input_ids=np.zeros((num_rows, width), np.int64),
             # 1, so that a dropped record still points at a real position.
             prompt_lengths=np.ones(num_records, np.int64),
             response_ids=np.zeros(shape, np.int64),
@@ -133,10 +130,8 @@ class _Arrays:
 
     def fill(self, row: int, record: ExperienceRecord) -> None:
         """Write a record into its row."""
-        num_prompt, num_response = len(record.prompt_ids), len(record.response_ids)
-        self.prompt_lengths[row] = num_prompt
-        self.input_ids[row, :num_prompt] = record.prompt_ids
-        self.input_ids[row, num_prompt : num_prompt + num_response - 1] = record.response_ids[:-1]
+        num_response = len(record.response_ids)
+        self.prompt_lengths[row] = len(record.prompt_ids)
         self.response_ids[row, :num_response] = record.response_ids
         self.response_mask[row, :num_response] = record.response_mask
         self.rollout_logprobs[row, :num_response] = record.rollout_logprobs
@@ -166,5 +161,6 @@ def _is_usable(record: ExperienceRecord, vocab_size: int) -> bool:
     )
 
 
-def _input_length(record: ExperienceRecord) -> int:
-    return len(record.prompt_ids) + len(record.response_ids) - 1
+def _input_ids(record: ExperienceRecord, is_usable: bool) -> NDArray[np.int32]:
+    """What is fed in; one id that does not matter in place of a record that is not used."""
+    return np.concatenate((record.prompt_ids, record.response_ids[:-1])) if is_usable else np.zeros(1, np.int32)

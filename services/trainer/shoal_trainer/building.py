@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shoal.config.models import GangSection, RunConfig
+from shoal.config.gang import GangSection
+from shoal.config.models import RunConfig
 from shoal.errors import InvalidRequestError
 from shoal.queue.records import RecordReader
 from shoal.types import ExportResult, Place, TokenScores, TokenSequence, TrainerDescription, TrainerRole
+from shoal.vocabulary import sampled_vocab_size
 from shoal.weights.places import host_id
 from shoal_trainer.actor import Actor
 from shoal_trainer.buckets import pass_overhead_tokens
@@ -21,7 +23,7 @@ from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext, prepare_thread, shared_random_id
 from shoal_trainer.export import Exporter
 from shoal_trainer.loading import BatchLoader, RecordSource
-from shoal_trainer.models import load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
+from shoal_trainer.models import load_policy, load_value_model, named_shards, num_parameters
 
 if TYPE_CHECKING:
     from shoal_trainer.weight_source import WeightSource
@@ -72,7 +74,7 @@ def build_actor(config: RunConfig, context: RankContext, records: RecordSource) 
     """Load the policy and, unless the KL enters nowhere, the reference."""
     policy = load_policy(config.model.path, config.model, config.actor, context, trainable=True)
     reference = None
-    if config.algorithm.kl_in != "none":
+    if config.algorithm.has_reference:
         path = config.model.path if config.model.reference_path is None else config.model.reference_path
         reference = load_policy(path, config.model, config.actor, context, trainable=False)
     loader = _loader(config, context, records, policy, policy.language_model.config)
@@ -87,8 +89,9 @@ def build_critic(config: RunConfig, context: RankContext, records: RecordSource)
 
 
 def _loader(config: RunConfig, context: RankContext, records: RecordSource, module: nn.Module, model_config: Any) -> BatchLoader:  # noqa: ANN401
+    vocab_size = sampled_vocab_size(config.model.path, int(model_config.get_text_config().vocab_size))
     overhead_tokens = pass_overhead_tokens(num_parameters(module), context.device)
-    return BatchLoader(records, context, config.run.id, sampled_vocab_size(model_config), overhead_tokens)
+    return BatchLoader(records, context, config.run.id, vocab_size, overhead_tokens)
 
 
 def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankParts:

@@ -21,7 +21,7 @@ class Trainer(Protocol):
         """Run the first forward of a step."""
         ...
 
-    def compute_advantages(self, step: int, kl_coef: float) -> dict[str, float]:
+    def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float) -> dict[str, float]:
         """Turn rewards into advantages."""
         ...
 
@@ -66,7 +66,7 @@ class TrainerCommands:
 
     def _advantages(self, payload: bytes) -> bytes:
         request = trainer_pb2.ComputeAdvantagesRequest.FromString(payload)
-        metrics = self._trainer.compute_advantages(request.step, request.kl_coef)
+        metrics = self._trainer.compute_advantages(request.step, request.kl_coef, request.kl_loss_coef)
         return trainer_pb2.ComputeAdvantagesResponse(metrics=metrics).SerializeToString()
 
     def _update(self, payload: bytes) -> bytes:

@@ -109,7 +109,7 @@ class Critic:
         self._ledger.begin(batch, metrics)
         return metrics
 
-    def compute_advantages(self, step: int, kl_coef: float) -> dict[str, float]:
+    def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float) -> dict[str, float]:
         """Refused: the actor computes advantages."""
         raise InvalidRequestError(f"compute_advantages of step {step} was sent to the critic; send it to the actor")
 
@@ -155,7 +155,7 @@ class Critic:
 
     def _values(self, batch: MicroBatch) -> Tensor:
         mask = batch.response_mask
-        return batch.pad(self._model(batch.input_ids, batch.positions_before(mask)), mask)
+        return batch.pad(self._model(batch.inputs, batch.positions_before(mask)), mask)
 
     def _read_returns(self, micro_batches: Sequence[_CriticMicroBatch], step: int) -> None:
         try:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.config.models import GangSection
+from shoal.config.gang import GangSection
 from shoal.errors import ConfigError, ShoalError
 
 

@@ -20,10 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.algo.logprobs import token_logprobs
-from shoal.config.models import GangSection, ModelSection
+from shoal.config.gang import GangSection
+from shoal.config.models import ModelSection
 from shoal.errors import ConfigError
+from shoal.vocabulary import sampled_vocab_size
 from shoal_trainer.attention import attention_implementation
 from shoal_trainer.distributed import RankContext
+from shoal_trainer.inputs import ModelInputs
 
 # transformers is untyped and takes seconds to import: it is imported where a model is loaded.
 _Pretrained: TypeAlias = Any
@@ -37,49 +40,53 @@ _LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 class PolicyModel(nn.Module):
     """A causal language model that answers log-probabilities of given tokens."""
 
-    def __init__(self, language_model: _Pretrained) -> None:
+    def __init__(self, language_model: _Pretrained, vocab_size: int) -> None:
+        """Args:
+        language_model: a Hugging Face causal language model.
+        vocab_size: ids [0, vocab_size) are normalised over, as the engine samples from them.
+        """
         super().__init__()
         self.language_model = language_model
-        self._vocab_size = sampled_vocab_size(language_model.config)
+        self.vocab_size = vocab_size
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
+        self, inputs: ModelInputs, positions: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """Score tokens.
 
         Args:
-            input_ids: [B, L] int64, padded on the right.
-            positions: [N] int64 into the flattened [B * L], the position before each token.
+            inputs: sequences.
+            positions: [N] int64 into the flattened input, the position before each token.
             token_ids: [N] int64.
             temperature: divides the logits.
             with_entropy: False skips the entropies.
         Returns: log-probabilities and entropies, each [N] float32.
         """
-        hidden = _last_hidden(self.language_model.get_decoder(), input_ids, positions)
+        hidden = _last_hidden(self.language_model.get_decoder(), inputs, positions)
         weight = self.language_model.get_output_embeddings().weight
         return token_logprobs(
             hidden,
             weight,
             token_ids,
             temperature=temperature,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             with_entropy=with_entropy,
             chunk_elements=CHUNK_ELEMENTS,
         )
 
-    def score(self, input_ids: Tensor, positions: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, inputs: ModelInputs, positions: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Score tokens at temperature 1, and find the most probable ones; call it without gradients.
 
         Args: as `forward`.
         Returns: log-probabilities, [N] float32, and greedy ids, [N] int64.
         """
-        hidden = _last_hidden(self.language_model.get_decoder(), input_ids, positions)
+        hidden = _last_hidden(self.language_model.get_decoder(), inputs, positions)
         weight = self.language_model.get_output_embeddings().weight
         logprobs, _ = token_logprobs(
-            hidden, weight, token_ids, vocab_size=self._vocab_size, with_entropy=False, chunk_elements=CHUNK_ELEMENTS
+            hidden, weight, token_ids, vocab_size=self.vocab_size, with_entropy=False, chunk_elements=CHUNK_ELEMENTS
         )
-        rows = max(1, CHUNK_ELEMENTS // self._vocab_size)
-        greedy = [(part @ weight[: self._vocab_size].T).argmax(dim=-1) for part in torch.split(hidden, rows)]
+        rows = max(1, CHUNK_ELEMENTS // self.vocab_size)
+        greedy = [(part @ weight[: self.vocab_size].T).argmax(dim=-1) for part in torch.split(hidden, rows)]
         return logprobs, torch.cat(greedy)
 
 
@@ -104,30 +111,26 @@ class ValueModel(nn.Module):
         self.backbone = backbone
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
         """Value before each token.
 
         Args:
-            input_ids: [B, L] int64, padded on the right.
-            positions: [N] int64 into the flattened [B * L].
+            inputs: sequences.
+            positions: [N] int64 into the flattened input.
         Returns: [N] float32.
         """
-        return cast("Tensor", self.value_head(_last_hidden(self.backbone, input_ids, positions).float()))
-
-
-def sampled_vocab_size(config: _Pretrained) -> int:
-    """Ids that the engine can sample and the trainer normalises over: both take the model's own vocabulary, tokenizer gaps included."""
-    return int(config.get_text_config().vocab_size)
+        return cast("Tensor", self.value_head(_last_hidden(self.backbone, inputs, positions).float()))
 
 
 def load_policy(path: str, model: ModelSection, gang: GangSection, context: RankContext, *, trainable: bool) -> PolicyModel:
-    """Load and shard a policy, or a frozen reference.
+    """Load and shard a policy, or a frozen reference; both normalise over the ids that the tokenizer of `model.path` knows.
 
     Raises: ConfigError: no such model, or one whose logits are changed after the output embedding.
     """
     language_model = _load("AutoModelForCausalLM", path, model, attention_implementation(gang, context.device))
     _check_logits(language_model, path)
-    policy = PolicyModel(language_model).eval().requires_grad_(trainable)
+    vocab_size = sampled_vocab_size(model.path, int(language_model.config.get_text_config().vocab_size))
+    policy = PolicyModel(language_model, vocab_size).eval().requires_grad_(trainable)
     _shard(policy, language_model, gang, context)
     # FSDP gathers parameters around `forward` alone unless it is told of other ways in.
     register_fsdp_forward_method(policy, "score")
@@ -169,8 +172,8 @@ def _is_started(root: FSDPModule) -> bool:
     return root._get_fsdp_state()._is_root is True
 
 
-def _last_hidden(backbone: _Pretrained, input_ids: Tensor, positions: Tensor) -> Tensor:
-    hidden: Tensor = backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+def _last_hidden(backbone: _Pretrained, inputs: ModelInputs, positions: Tensor) -> Tensor:
+    hidden: Tensor = backbone(input_ids=inputs.input_ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, positions)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shoal.algo.gradients import clip_coefficient, global_grad_norm
 from shoal.algo.schedule import learning_rate
-from shoal.config.models import GangSection
+from shoal.config.gang import GangSection
 from shoal_trainer.distributed import RankContext
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.algo.aggregation import TrainedCounts, count_trained
-from shoal.config.models import AlgorithmSection, GangSection
+from shoal.config.algorithm import AlgorithmSection
+from shoal.config.gang import GangSection
 from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, UpdateResult
 from shoal_trainer.batching import MicroBatch

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.config.models import MAX_SCORED_SEQUENCES
 from shoal.errors import InvalidRequestError
 from shoal.types import TokenScores, TokenSequence
+from shoal_trainer.inputs import ModelInputs, pad_rows
 from shoal_trainer.models import PolicyModel
 
 
@@ -45,25 +47,25 @@ def score_sequences(
 
 def _score_pass(policy: PolicyModel, sequences: Sequence[TokenSequence], device: torch.device) -> list[TokenScores]:
     lengths = [len(sequence.response_ids) for sequence in sequences]
-    logprobs, greedy_ids = policy.score(*(tensor.to(device) for tensor in _inputs(sequences)))
+    inputs, positions, token_ids = _inputs(sequences)
+    logprobs, greedy_ids = policy.score(inputs.to(device), positions.to(device), token_ids.to(device))
     return [
         TokenScores(logprobs=tuple(of_row.tolist()), greedy_ids=tuple(ids_of_row.tolist()))
         for of_row, ids_of_row in zip(torch.split(logprobs.float(), lengths), torch.split(greedy_ids, lengths), strict=True)
     ]
 
 
-def _inputs(sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [B, L], padded on the right; flat positions before each response token, and these tokens, [N] each."""
-    width = max(_input_length(sequence) for sequence in sequences)
-    input_ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+def _inputs(sequences: Sequence[TokenSequence]) -> tuple[ModelInputs, Tensor, Tensor]:
+    """The input; flat positions before each response token, and these tokens, [N] each."""
+    ids = [[*sequence.prompt_ids, *sequence.response_ids][: _input_length(sequence)] for sequence in sequences]
+    inputs = pad_rows([np.array(row, np.int32) for row in ids])
     positions: list[int] = []
     token_ids: list[int] = []
-    for row, sequence in enumerate(sequences):
-        length, start = _input_length(sequence), row * width + len(sequence.prompt_ids) - 1
-        input_ids[row, :length] = torch.tensor([*sequence.prompt_ids, *sequence.response_ids][:length])
+    for sequence, first in zip(sequences, inputs.starts.tolist(), strict=True):
+        start = first + len(sequence.prompt_ids) - 1
         positions.extend(range(start, start + len(sequence.response_ids)))
         token_ids.extend(sequence.response_ids)
-    return input_ids, torch.tensor(positions, dtype=torch.int64), torch.tensor(token_ids, dtype=torch.int64)
+    return inputs, torch.tensor(positions, dtype=torch.int64), torch.tensor(token_ids, dtype=torch.int64)
 
 
 def _passes(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:

@@ -68,17 +68,3 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor, *, k
     """
     estimate = lookup(KL_ESTIMATORS, "kl_estimator", kl_estimator)
     return estimate(select(logprobs, response_mask), select(ref_logprobs, response_mask))
-
-
-def adapted_kl_coef(kl_coef: float, *, current_kl: float, target_kl: float, num_samples: int, horizon: int) -> float:
-    """Move the KL coefficient in proportion to the relative error of the KL, bounded to 20 %.
-
-    Args:
-        kl_coef: current coefficient; it is state, so it belongs in a checkpoint.
-        current_kl, target_kl: KL per sequence.
-        num_samples: samples of the step.
-        horizon: samples over which a constant error of 1 would double the coefficient.
-    Source: Ziegler et al. 2019, section 2.2.
-    """
-    error = min(max(current_kl / target_kl - 1.0, -0.2), 0.2)
-    return kl_coef * (1.0 + error * num_samples / horizon)

@@ -1,45 +1,43 @@
-"""Names in the configuration -> functions. A new estimator or loss is one pure function and one line here.
+"""Configured names -> functions. The names themselves are in `shoal.config.functions`; a user's own function is an `Entrypoint`.
 
-`KL_ESTIMATORS` and `LOSS_AGGREGATIONS` lie beside their functions. A function's keyword-only parameters are filled from the configuration
-fields of the same name by `bind`.
+A function's keyword-only parameters are filled from the configuration fields of the same name by `bind`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.algo import advantages, losses
+from shoal.algo import losses
 from shoal.algo.lookup import lookup
-from shoal.config.models import AlgorithmSection
+from shoal.config.algorithm import AlgorithmSection
+from shoal.config.functions import ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Choice, Entrypoint, Registered
 from shoal.errors import ConfigError
 
 Result = TypeVar("Result")
 
-ADVANTAGE_ESTIMATORS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "gae": advantages.gae_estimator,
-    "grpo": advantages.grpo_estimator,
-    "rloo": advantages.rloo_estimator,
-    "reinforce_pp": advantages.reinforce_pp_estimator,
-}
-"""(AdvantageInputs, SumOverRanks, *, settings) -> advantages, returns."""
 
-POLICY_LOSSES: Mapping[str, Callable[..., losses.TokenLoss]] = {
-    "ppo": losses.ppo_loss,
-}
-"""(logprobs, old_logprobs, advantages, response_mask, *, settings) -> TokenLoss."""
+def load_function(setting: str, choice: Choice, registry: Mapping[str, Registered]) -> Callable[..., Any]:
+    """Import the function of a name, or of a user's own module.
 
-VALUE_LOSSES: Mapping[str, Callable[..., losses.TokenLoss]] = {
-    "clipped": losses.value_loss,
-}
-"""(values, old_values, returns, response_mask, *, settings) -> TokenLoss."""
-
-GROUP_ESTIMATORS = frozenset({"grpo", "rloo"})
-"""Estimators that compare the samples of one prompt; a group of one is refused."""
+    Args:
+        setting: field of the algorithm section, for messages.
+    Raises: ConfigError: unknown name, or an entrypoint that cannot be imported.
+    """
+    path = choice.entrypoint if isinstance(choice, Entrypoint) else lookup(registry, setting, choice).path
+    module_name, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"algorithm.{setting}: {path} cannot be imported ({error}); install the module where the trainer runs") from error
+    if not callable(function):
+        raise ConfigError(f"algorithm.{setting}: {path} is a {type(function).__name__}; give the path of a function")
+    return functools.partial(function, **choice.settings) if isinstance(choice, Entrypoint) else function
 
 
 def bind(function: Callable[..., Result], algorithm: AlgorithmSection) -> Callable[..., Result]:
@@ -64,20 +62,20 @@ def advantage_estimator(algorithm: AlgorithmSection) -> Callable[..., tuple[Tens
 
     Raises: ConfigError: unknown estimator or missing setting.
     """
-    return bind(lookup(ADVANTAGE_ESTIMATORS, "estimator", algorithm.estimator), algorithm)
+    return bind(load_function("estimator", algorithm.estimator, ESTIMATORS), algorithm)
 
 
-def policy_loss(algorithm: AlgorithmSection, name: str = "ppo") -> Callable[..., losses.TokenLoss]:
+def policy_loss(algorithm: AlgorithmSection) -> Callable[..., losses.TokenLoss]:
     """Return `(logprobs, old_logprobs, advantages, response_mask) -> TokenLoss` as configured.
 
     Raises: ConfigError: unknown loss or missing setting.
     """
-    return bind(lookup(POLICY_LOSSES, "policy_loss", name), algorithm)
+    return bind(load_function("policy_loss", algorithm.policy_loss, POLICY_LOSSES), algorithm)
 
 
-def value_loss(algorithm: AlgorithmSection, name: str = "clipped") -> Callable[..., losses.TokenLoss]:
+def value_loss(algorithm: AlgorithmSection) -> Callable[..., losses.TokenLoss]:
     """Return `(values, old_values, returns, response_mask) -> TokenLoss` as configured.
 
     Raises: ConfigError: unknown loss or missing setting.
     """
-    return bind(lookup(VALUE_LOSSES, "value_loss", name), algorithm)
+    return bind(load_function("value_loss", algorithm.value_loss, VALUE_LOSSES), algorithm)

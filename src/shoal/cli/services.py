@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from shoal.cli.local.protocol import RestartPolicy, ServiceSpec
-from shoal.config.models import GangSection, RunConfig
+from shoal.config.gang import GangSection
+from shoal.config.models import RunConfig
 
 
 def coordinator_spec(config_path: Path, ready_file: Path, logs: Path) -> ServiceSpec:
@@ -21,7 +22,7 @@ def worker_specs(config: RunConfig, config_path: Path, coordinator: str, logs: P
     specs = [_rollout_spec(f"rollout-{i}", config, config_path, coordinator, logs) for i in range(config.rollout.servers)]
     specs.append(_spec("reward-0", _module("shoal_reward", "reward-0", config_path, coordinator), logs, restart=RestartPolicy.ON_FAILURE))
     specs.append(_gang_spec("actor", config.actor, config_path, coordinator, logs))
-    if config.algorithm.estimator == "gae":
+    if config.algorithm.has_critic:
         specs.append(_gang_spec("critic", config.critic, config_path, coordinator, logs))
     return specs
 

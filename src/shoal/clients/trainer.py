@@ -38,9 +38,9 @@ class TrainerClient(ServiceClient):
         request = trainer_pb2.ForwardBatchRequest(batch=batch_to_proto(batch))
         return dict((await self._call_idempotent(self._stub.ForwardBatch, request, timeout_s)).metrics)
 
-    async def compute_advantages(self, step: int, kl_coef: float, *, timeout_s: float) -> dict[str, float]:
+    async def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float, *, timeout_s: float) -> dict[str, float]:
         """Compute advantages and returns on the actor. Return metrics. Raises StateError before forward_batch of the step."""
-        request = trainer_pb2.ComputeAdvantagesRequest(step=step, kl_coef=kl_coef)
+        request = trainer_pb2.ComputeAdvantagesRequest(step=step, kl_coef=kl_coef, kl_loss_coef=kl_loss_coef)
         return dict((await self._call_idempotent(self._stub.ComputeAdvantages, request, timeout_s)).metrics)
 
     async def update_batch(self, step: int, *, timeout_s: float) -> UpdateResult:

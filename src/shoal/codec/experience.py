@@ -66,6 +66,7 @@ def record_to_proto(record: ExperienceRecord) -> experience_pb2.ExperienceRecord
         trace_id=record.trace_id,
         created_unix_ms=record.created_unix_ms,
         scored_unix_ms=record.scored_unix_ms,
+        baseline_reward=record.baseline_reward,
     )
 
 
@@ -100,6 +101,7 @@ def record_from_proto(message: experience_pb2.ExperienceRecord) -> ExperienceRec
         trace_id=message.trace_id,
         created_unix_ms=message.created_unix_ms,
         scored_unix_ms=message.scored_unix_ms,
+        baseline_reward=message.baseline_reward if message.HasField("baseline_reward") else None,
     )
     _check_record(record)
     return record

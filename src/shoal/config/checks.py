@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.config.models import MAX_PUSH_S, GangSection, RunConfig
+from shoal.config.gang import GangSection
+from shoal.config.models import MAX_PUSH_S, RunConfig
 from shoal.errors import ConfigError
-
-# Estimators that compare the samples of one prompt.
-GROUP_ESTIMATORS = frozenset({"grpo"})
 
 
 def check_config(config: RunConfig) -> None:
@@ -74,7 +72,7 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.estimator in GROUP_ESTIMATORS and config.rollout.group_size == 1:
+    if "groups" in algorithm.needs and config.rollout.group_size == 1:
         yield (
             f"algorithm.estimator {algorithm.estimator} compares the samples of one prompt, but rollout.group_size is 1: "
             "every advantage would be 0; set group_size to at least 2 or the estimator to gae"
@@ -140,6 +138,6 @@ def _security(config: RunConfig) -> Iterator[str]:
 
 def _gangs(config: RunConfig) -> Iterator[tuple[str, GangSection]]:
     yield "actor", config.actor
-    if config.algorithm.estimator == "gae":
+    if config.algorithm.has_critic:
         # Group estimators start no critic.
         yield "critic", config.critic

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from shoal.config.algorithm import AlgorithmSection
+from shoal.config.base import Section
+from shoal.config.gang import GangSection
 from shoal.config.masking import mask_url
 
 Dtype = Literal["float32", "bfloat16"]
@@ -21,11 +24,7 @@ MAX_PUSH_S = 86_400.0
 """A rollout server keeps a push that is not committed for a day at most."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """The policy that is trained."""
 
     path: str
@@ -36,24 +35,32 @@ class ModelSection(_Section):
     """Run code that ships with the model; off unless you have read it."""
 
 
-class DataSection(_Section):
-    """Prompts. JSONL, one object a line."""
+class DataSection(Section):
+    """Prompts: JSONL or Parquet files, or folders of Hugging Face datasets."""
 
     train: str
     """Path of the training rows."""
+    train_split: str | None = None
+    """Split of a dataset folder that has several."""
     held_out: str | None = None
     """Path of the evaluation rows; None switches evaluation off."""
+    held_out_split: str | None = None
+    """Split of a dataset folder that has several."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
+    answer_key: str | None = None
+    """Column with the answer, which every row must have; scorers find it as `answer`. None passes the rows on as they are."""
+    source_key: str = "data_source"
+    """Column that names a row's source, for reward.sources."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt, counted after the chat template."""
-    overlong: Literal["error", "filter"] = "error"
-    """What to do with a longer prompt."""
+    overlong: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
+    """What to do with a longer prompt: refuse to start, leave it out, or cut its left (first) or right (last) tokens off."""
     shuffle: bool = True
     """Shuffle the rows each epoch, seeded by run.seed."""
 
 
-class RolloutSection(_Section):
+class RolloutSection(Section):
     """Generation."""
 
     prompts_per_step: int = Field(default=32, ge=1)
@@ -72,6 +79,14 @@ class RolloutSection(_Section):
     """Shortest response in tokens."""
     ignore_eos: bool = False
     """Go on past EOS; for benchmarks."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response, beside the model's own."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end a response, by text; each must be one token of the vocabulary."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and generate others in their place."""
+    max_refills: int = Field(default=10, ge=1)
+    """Rounds of dynamic sampling after the first; then the step trains what it has."""
     servers: int = Field(default=1, ge=1)
     """Rollout servers that the local supervisor starts."""
     min_servers: int = Field(default=1, ge=1)
@@ -92,13 +107,25 @@ class RolloutSection(_Section):
     """How often a failed group is tried again on another server."""
 
 
-class RewardSection(_Section):
+class RewardSection(Section):
     """Scoring."""
 
     scorer: str = "arithmetic"
     """Name of the scorer."""
     version: str = ""
     """Version of the scorer; empty for the newest."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Source of a row (data.source_key) -> scorer; empty: `scorer` for all rows. A row of another source is refused at start."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Component -> weight: the reward is the weighted sum of the named components. Empty takes the scorer's total."""
+    clip: tuple[float, float] | None = None
+    """Bounds of the reward of a response; None is off."""
+    normalise: Literal["none", "batch"] = "none"
+    """batch: shift and scale the responses' rewards to mean 0 and standard deviation 1 over the batch."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """Tokens before rollout.max_new_tokens over which a penalty grows from 0 to overlong_penalty; 0 is off."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """What a response of full length loses."""
     modules: tuple[str, ...] = ("shoal_reward.builtin",)
     """Modules or .py files with @reward functions that the reward server loads."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -107,79 +134,7 @@ class RewardSection(_Section):
     """Above this share of unscored samples in a step the run stops with an error that names the scorer."""
 
 
-class AlgorithmSection(_Section):
-    """From rewards to gradients. Formulas and sources: docs/algorithms.md."""
-
-    estimator: Literal["gae", "grpo"] = "gae"
-    """Advantage estimator; gae needs the critic."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """GAE lambda."""
-    whiten_advantages: bool = True
-    """Shift and scale advantages to mean 0 and standard deviation 1 over the whole batch (gae)."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratio clip below: 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Ratio clip above: 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bound of the loss for negative advantages (dual clip); None is off."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """Clip of the value change; None is off."""
-    kl_in: Literal["none", "reward", "loss"] = "reward"
-    """Where the KL to the reference enters; none loads no reference."""
-    kl_coef: float = Field(default=0.01, ge=0)
-    """Coefficient of the KL penalty."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Per-token KL estimator."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the entropy bonus."""
-    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """How per-token losses become one number."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over a batch."""
-    mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass."""
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio: recomputed by the trainer, or as reported by the engine."""
-
-
-class GangSection(_Section):
-    """One trainer gang (actor or critic)."""
-
-    ranks: int = Field(default=1, ge=1)
-    """Processes of the gang."""
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    lr_schedule: Literal["constant", "linear"] = "constant"
-    """After the warm-up: stay at the peak, or fall linearly to 0 at the end of the run."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW moment decay."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW epsilon."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Global gradient norm is clipped to this."""
-    precision: Literal["float32", "bf16_mixed"] = "float32"
-    """Compute dtype; master weights and moments stay float32."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most padded tokens (prompt + response) in a forward pass of one rank."""
-    retain_graph_tokens: int = Field(default=32768, ge=0)
-    """Up to this many tokens per rank, the graph of the first forward is kept for the update: no second forward, ratio exactly 1."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads per rank; ignored on a GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute."""
-    collective_timeout_s: float = Field(default=120.0, gt=0)
-    """A collective that waits longer fails the gang."""
-    command_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one forward or update command."""
-
-
-class PushSection(_Section):
+class PushSection(Section):
     """Weight push after every step; docs/weight-push.md."""
 
     transport: Literal["auto", "shm", "grpc", "collective", "cuda_ipc"] = "auto"
@@ -221,16 +176,28 @@ class PushSection(_Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class EvalSection(_Section):
-    """Greedy held-out evaluation."""
+class EvalSection(Section):
+    """Held-out evaluation; greedy unless a temperature is set."""
 
     every: int = Field(default=0, ge=0)
     """Evaluate every so many steps; 0 only before and after."""
     max_prompts: int = Field(default=512, ge=1)
     """Held-out rows used."""
+    samples: int = Field(default=1, ge=1)
+    """Answers per row; above 1 needs a temperature."""
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Top-k sampling; 0 is off."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer in tokens; None is rollout.max_new_tokens."""
+    correct_from: float = 1.0
+    """An answer is correct from this value of the component `correct` on; of the reward where a scorer has no such component."""
 
 
-class CoordinatorSection(_Section):
+class CoordinatorSection(Section):
     """The coordinator's own addresses and limits."""
 
     host: str = "127.0.0.1"
@@ -247,7 +214,7 @@ class CoordinatorSection(_Section):
     """Bound of the experience queue, in groups; dispatch waits above it."""
 
 
-class RedisSection(_Section):
+class RedisSection(Section):
     """The experience queue."""
 
     url: str = ""
@@ -258,7 +225,7 @@ class RedisSection(_Section):
         return [(name, mask_url(value) if name == "url" else value) for name, value in super().__repr_args__()]
 
 
-class SecuritySection(_Section):
+class SecuritySection(Section):
     """mTLS between services; plaintext only when insecure is true."""
 
     insecure: bool = True
@@ -271,7 +238,7 @@ class SecuritySection(_Section):
     """PEM key of this service."""
 
 
-class TelemetrySection(_Section):
+class TelemetrySection(Section):
     """Logs and metrics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -280,9 +247,11 @@ class TelemetrySection(_Section):
     """One JSON object, or one plain line, per event."""
     metrics_port: int = Field(default=0, ge=-1, le=65535)
     """Prometheus port of a service; 0 picks a free one, -1 switches it off."""
+    tensorboard: bool = False
+    """Also write every step's metrics as TensorBoard events to <run.folder>/tensorboard."""
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """Identity and length of the run."""
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
@@ -297,7 +266,7 @@ class RunSection(_Section):
     """Stop after the step that crosses this many seconds; None is no limit."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything about one run."""
 
     run: RunSection

@@ -118,6 +118,7 @@ class ExperienceRecord:
 
     prompt_ids: [P] int32. response_ids: [T] int32. response_mask: [T] bool, True = trained.
     rollout_logprobs: [T] float32. token_rewards: [T] float32 or None for an outcome reward.
+    baseline_reward: reward of the prompt's greedy answer; None where no estimator needs it.
     Key: (uid, sample_index, attempt).
     """
 
@@ -137,6 +138,7 @@ class ExperienceRecord:
     reward: float
     reward_components: tuple[RewardComponent, ...] = ()
     token_rewards: Float32Array | None = None
+    baseline_reward: float | None = None
     turns: int = 1
     tokenizer_hash: str = ""
     engine_id: str = ""

@@ -230,7 +230,9 @@ class _FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ComputeAdvantages(
         self, request: trainer_pb2.ComputeAdvantagesRequest, context: object
     ) -> trainer_pb2.ComputeAdvantagesResponse:
-        return trainer_pb2.ComputeAdvantagesResponse(metrics={"step": request.step, "kl_coef": request.kl_coef})
+        return trainer_pb2.ComputeAdvantagesResponse(
+            metrics={"step": request.step, "kl_coef": request.kl_coef, "kl_loss_coef": request.kl_loss_coef}
+        )
 
     async def UpdateBatch(self, request: trainer_pb2.UpdateBatchRequest, context: object) -> trainer_pb2.UpdateBatchResponse:
         return trainer_pb2.UpdateBatchResponse(policy_version=request.step, applied=True, metrics={"loss": float("inf")})
@@ -255,7 +257,7 @@ async def test_trainer_client_carries_every_command() -> None:
     ):
         assert await client.forward_batch(BATCH, timeout_s=5) == {"kl": 0.25}
         assert [len(rank.mini_batches) for rank in servicer.batch.ranks] == [1, 1]
-        assert await client.compute_advantages(4, 0.125, timeout_s=5) == {"step": 4.0, "kl_coef": 0.125}
+        assert await client.compute_advantages(4, 0.125, 0.5, timeout_s=5) == {"step": 4.0, "kl_coef": 0.125, "kl_loss_coef": 0.5}
         assert await client.update_batch(5, timeout_s=5) == UpdateResult(policy_version=5, applied=True, metrics={"loss": float("inf")})
         assert (await client.export_model("/out", timeout_s=5)).num_bytes == 1 << 40
         assert (await client.describe(timeout_s=5)).world_size == 2

@@ -91,7 +91,7 @@ async def step_of(gangs: Gangs, step: int) -> tuple[UpdateResult, UpdateResult]:
     await asyncio.gather(
         actor.forward_batch(batch_for(2, step), timeout_s=TIMEOUT_S), critic.forward_batch(batch_for(1, step), timeout_s=TIMEOUT_S)
     )
-    await actor.compute_advantages(step, KL_COEF, timeout_s=TIMEOUT_S)
+    await actor.compute_advantages(step, KL_COEF, 0.0, timeout_s=TIMEOUT_S)
     updates = await asyncio.gather(actor.update_batch(step, timeout_s=TIMEOUT_S), critic.update_batch(step, timeout_s=TIMEOUT_S))
     return updates[0], updates[1]
 
@@ -112,7 +112,7 @@ async def test_gang_refuses_what_it_cannot_do_and_goes_on(gangs: Gangs) -> None:
     with pytest.raises(InvalidRequestError, match="1 ranks"):
         await actor.forward_batch(batch_for(1, 1), timeout_s=TIMEOUT_S)
     with pytest.raises(InvalidRequestError, match="actor"):
-        await critic.compute_advantages(1, KL_COEF, timeout_s=TIMEOUT_S)
+        await critic.compute_advantages(1, KL_COEF, 0.0, timeout_s=TIMEOUT_S)
     with pytest.raises(InvalidRequestError, match="critic"):
         await critic.export_model("/nowhere", timeout_s=TIMEOUT_S)
     lost = batch_for(2, 1)

@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.algo.advantages import (
-    AdvantageInputs,
-    gae,
-    gae_estimator,
-    group_statistics,
-    grpo_advantages,
-    grpo_estimator,
-    reinforce_pp_estimator,
-    rloo_advantages,
-    rloo_estimator,
-)
+from shoal.algo.advantages import AdvantageInputs, gae, gae_estimator, reinforce_pp_estimator
+from shoal.algo.group_advantages import group_statistics, grpo_advantages, grpo_estimator, rloo_advantages, rloo_estimator
 from shoal.algo.masking import masked_moments
 from shoal.algo.rewards import penalised_rewards
 from tests.helpers.math_cases import assert_close, mask_of, math_case, numbers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.algo.kl import KL_ESTIMATORS, adapted_kl_coef, max_log_gap, token_kl
+from shoal.algo.kl import KL_ESTIMATORS, max_log_gap, token_kl
+from shoal.algo.steering import adapted_kl_coef
 from shoal.errors import ConfigError
 from tests.helpers.math_cases import assert_close, math_case, numbers
 

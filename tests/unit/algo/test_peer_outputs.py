@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.algo.advantages import gae, grpo_advantages, rloo_advantages
+from shoal.algo.advantages import gae
 from shoal.algo.aggregation import aggregate, count_trained
+from shoal.algo.group_advantages import grpo_advantages, rloo_advantages
 from shoal.algo.kl import token_kl
 from shoal.algo.logprobs import logits_to_entropy, logits_to_logprobs
 from shoal.algo.losses import TokenLoss, ppo_loss, value_loss

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from shoal_coordinator.data_loading import PROGRESS_LOG_S, progress_log
 from shoal_coordinator.prompts import LengthRule, PromptPosition, PromptRow, PromptSource, load_prompt_rows
-from shoal_coordinator.workload import PROGRESS_LOG_S, progress_log
 
 from shoal.config.models import DataSection, TelemetrySection
 from shoal.errors import DataError

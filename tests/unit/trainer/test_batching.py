@@ -18,8 +18,8 @@ def build(records: list[ExperienceRecord]) -> MicroBatch:
 def test_build_micro_batch_pads_right_and_leaves_out_the_last_token() -> None:
     short, long = make_record(0, num_prompt=2, num_response=3), make_record(1, num_prompt=4, num_response=5)
     micro = build([short, long])
-    assert micro.input_ids.shape == (2, 8)
-    assert micro.input_ids[0].tolist() == [*short.prompt_ids, *short.response_ids[:2], 0, 0, 0, 0]
+    assert micro.inputs.input_ids.shape == (2, 8)
+    assert micro.inputs.input_ids[0].tolist() == [*short.prompt_ids, *short.response_ids[:2], 0, 0, 0, 0]
     assert micro.response_ids[0].tolist() == [*short.response_ids, 0, 0]
     assert micro.valid.tolist() == [[True, True, True, False, False], [True] * 5]
 
@@ -28,9 +28,9 @@ def test_positions_before_points_at_the_token_before_each_response_token() -> No
     record = make_record(0, num_prompt=4, num_response=3)
     micro = build([make_record(1, num_prompt=1, num_response=2), record])
     positions = micro.positions_before(micro.response_mask)
-    width = micro.input_ids.shape[1]
+    width = micro.inputs.input_ids.shape[1]
     assert positions.tolist() == [0, 1, width + 3, width + 4, width + 5]
-    before = micro.input_ids.flatten()[positions[-3:]]
+    before = micro.inputs.input_ids.flatten()[positions[-3:]]
     assert before.tolist() == [record.prompt_ids[-1], *record.response_ids[:2]]
 
 
@@ -66,13 +66,13 @@ def test_build_micro_batch_masks_and_counts_records_that_cannot_be_trained_on(ch
     assert micro.num_dropped == 1
     assert micro.response_mask.sum(dim=1).tolist() == [2, 0]
     assert torch.isfinite(micro.rewards).all()
-    assert micro.input_ids.max() < VOCAB_SIZE
-    assert micro.input_ids.min() >= 0
+    assert micro.inputs.input_ids.max() < VOCAB_SIZE
+    assert micro.inputs.input_ids.min() >= 0
 
 
 def test_build_micro_batch_without_records_is_one_dummy_position_and_no_token() -> None:
     micro = build([])
-    assert micro.input_ids.tolist() == [[0]]
+    assert micro.inputs.input_ids.tolist() == [[0]]
     assert micro.response_mask.shape == (0, 1)
     assert micro.positions_before(micro.response_mask).tolist() == []
 

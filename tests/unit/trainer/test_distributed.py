@@ -6,7 +6,7 @@ import pytest
 import torch
 from shoal_trainer.distributed import RankContext, join_gang
 
-from shoal.config.models import GangSection
+from shoal.config.gang import GangSection
 from shoal.errors import ConfigError, StateError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters, sampled_vocab_size
+from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import ConfigError
@@ -24,7 +24,7 @@ def scores(policy: PolicyModel, records: list[ExperienceRecord]) -> list[torch.T
     micro = build_micro_batch([ref_of(record) for record in records], records, VOCAB_SIZE)
     mask = micro.response_mask
     with torch.no_grad():
-        packed, _ = policy(micro.input_ids, micro.positions_before(mask), micro.response_ids[mask], TEMPERATURE, False)
+        packed, _ = policy(micro.inputs, micro.positions_before(mask), micro.response_ids[mask], TEMPERATURE, False)
     return list(packed.split([len(record.response_ids) for record in records]))
 
 
@@ -71,7 +71,7 @@ def test_value_model_starts_at_zero_and_is_not_changed_by_padding(policy_folder:
     model = load_value_model(config.model, config.critic, context)
     records = [make_record(0, num_response=4), make_record(1, num_response=9)]
     micro = build_micro_batch([ref_of(record) for record in records], records, VOCAB_SIZE)
-    values = model(micro.input_ids, micro.positions_before(micro.response_mask))
+    values = model(micro.inputs, micro.positions_before(micro.response_mask))
     assert values.shape == (13,)
     assert values.dtype == torch.float32
     assert not values.any()
@@ -93,7 +93,7 @@ def test_policy_in_bf16_mixed_attends_in_float32_on_a_cpu_and_stays_close(policy
 def test_sampled_vocab_size_is_the_models_own(policy_folder: Path, context: RankContext) -> None:
     config = run_config(policy_folder)
     policy = load_policy(str(policy_folder), config.model, config.actor, context, trainable=False)
-    assert sampled_vocab_size(policy.language_model.config) == VOCAB_SIZE
+    assert policy.vocab_size == VOCAB_SIZE
 
 
 def test_load_policy_refuses_a_folder_without_a_model(tmp_path: Path, policy_folder: Path, context: RankContext) -> None:

@@ -101,7 +101,7 @@ def test_scoring_between_the_commands_of_a_step_changes_nothing(
         actor.forward_batch(batch)
         critic.forward_batch(batch)
         score()
-        actor.compute_advantages(1, 0.05)
+        actor.compute_advantages(1, 0.05, 0.0)
         score()
         expected.append(actor.update_batch(1))
     for name in ("actor_loss", "grad_norm", "entropy", "kl", "ratio_max_deviation"):

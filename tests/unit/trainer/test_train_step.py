@@ -156,7 +156,7 @@ def test_train_step_skips_an_update_whose_gradient_is_not_finite(policy_folder: 
     batch = make_batch(step.records, even_split(6, 1, 1), 2)
     step.actor.forward_batch(batch)
     step.critic.forward_batch(batch)
-    step.actor.compute_advantages(2, 0.0)
+    step.actor.compute_advantages(2, 0.0, 0.0)
     result = step.actor.update_batch(2)
     handle.remove()
     assert not result.applied
@@ -173,8 +173,8 @@ def test_train_step_repeated_commands_get_the_first_answer(policy_folder: Path, 
     forward = step.actor.forward_batch(batch)
     assert step.actor.forward_batch(batch) is forward
     step.critic.forward_batch(batch)
-    advantages = step.actor.compute_advantages(1, 0.1)
-    assert step.actor.compute_advantages(1, 0.9) is advantages
+    advantages = step.actor.compute_advantages(1, 0.1, 0.0)
+    assert step.actor.compute_advantages(1, 0.9, 0.0) is advantages
     update = step.actor.update_batch(1)
     parameters = whole_parameters(step.actor.module)
     assert step.actor.update_batch(1) is update
@@ -191,13 +191,13 @@ def test_train_step_refuses_commands_out_of_order(policy_folder: Path, context: 
     with pytest.raises(StateError):
         step.actor.update_batch(1)
     with pytest.raises(NotFoundError, match="values"):
-        step.actor.compute_advantages(1, 0.0)
+        step.actor.compute_advantages(1, 0.0, 0.0)
     step.critic.forward_batch(batch)
     with pytest.raises(StateError, match="compute_advantages"):
         step.critic.update_batch(1)
     with pytest.raises(InvalidRequestError, match="actor"):
-        step.critic.compute_advantages(1, 0.0)
-    step.actor.compute_advantages(1, 0.0)
+        step.critic.compute_advantages(1, 0.0, 0.0)
+    step.actor.compute_advantages(1, 0.0, 0.0)
     assert step.critic.update_batch(1).applied
     assert step.actor.update_batch(1).applied
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shoal.rpc.v1 import experience_pb2 as shoal_dot_rpc_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashoal/rpc/v1/trainer.proto\x12\x0cshoal.rpc.v1\x1a\x1dshoal/rpc/v1/experience.proto\"\x18\n\x16\x44\x65scribeTrainerRequest\"\xa7\x01\n\x17\x44\x65scribeTrainerResponse\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\'\n\x04role\x18\x02 \x01(\x0e\x32\x19.shoal.rpc.v1.TrainerRole\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x16\n\x0enum_parameters\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x15\n\rhas_reference\x18\x06 \x01(\x08\"9\n\x13\x46orwardBatchRequest\x12\"\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x13.shoal.rpc.v1.Batch\"\x88\x01\n\x14\x46orwardBatchResponse\x12@\n\x07metrics\x18\x01 \x03(\x0b\x32/.shoal.rpc.v1.ForwardBatchResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x18\x43omputeAdvantagesRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07kl_coef\x18\x02 \x01(\x01\"\x92\x01\n\x19\x43omputeAdvantagesResponse\x12\x45\n\x07metrics\x18\x01 \x03(\x0b\x32\x34.shoal.rpc.v1.ComputeAdvantagesResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\"\n\x12UpdateBatchRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\xaf\x01\n\x13UpdateBatchResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..shoal.rpc.v1.UpdateBatchResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\rTokenSequence\x12\x12\n\nprompt_ids\x18\x01 \x03(\x05\x12\x14\n\x0cresponse_ids\x18\x02 \x03(\x05\"D\n\x12ScoreTokensRequest\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.shoal.rpc.v1.TokenSequence\"3\n\x0bTokenScores\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x12\n\ngreedy_ids\x18\x02 \x03(\x05\"X\n\x13ScoreTokensResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.shoal.rpc.v1.TokenScores\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"$\n\x12\x45xportModelRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"P\n\x13\x45xportModelResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03*\\\n\x0bTrainerRole\x12\x1c\n\x18TRAINER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_ROLE_ACTOR\x10\x01\x12\x17\n\x13TRAINER_ROLE_CRITIC\x10\x02\x32\xa9\x04\n\x0eTrainerService\x12^\n\x0f\x44\x65scribeTrainer\x12$.shoal.rpc.v1.DescribeTrainerRequest\x1a%.shoal.rpc.v1.DescribeTrainerResponse\x12U\n\x0c\x46orwardBatch\x12!.shoal.rpc.v1.ForwardBatchRequest\x1a\".shoal.rpc.v1.ForwardBatchResponse\x12\x64\n\x11\x43omputeAdvantages\x12&.shoal.rpc.v1.ComputeAdvantagesRequest\x1a\'.shoal.rpc.v1.ComputeAdvantagesResponse\x12R\n\x0bUpdateBatch\x12 .shoal.rpc.v1.UpdateBatchRequest\x1a!.shoal.rpc.v1.UpdateBatchResponse\x12R\n\x0bScoreTokens\x12 .shoal.rpc.v1.ScoreTokensRequest\x1a!.shoal.rpc.v1.ScoreTokensResponse\x12R\n\x0b\x45xportModel\x12 .shoal.rpc.v1.ExportModelRequest\x1a!.shoal.rpc.v1.ExportModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashoal/rpc/v1/trainer.proto\x12\x0cshoal.rpc.v1\x1a\x1dshoal/rpc/v1/experience.proto\"\x18\n\x16\x44\x65scribeTrainerRequest\"\xa7\x01\n\x17\x44\x65scribeTrainerResponse\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\'\n\x04role\x18\x02 \x01(\x0e\x32\x19.shoal.rpc.v1.TrainerRole\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x16\n\x0enum_parameters\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x15\n\rhas_reference\x18\x06 \x01(\x08\"9\n\x13\x46orwardBatchRequest\x12\"\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x13.shoal.rpc.v1.Batch\"\x88\x01\n\x14\x46orwardBatchResponse\x12@\n\x07metrics\x18\x01 \x03(\x0b\x32/.shoal.rpc.v1.ForwardBatchResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x18\x43omputeAdvantagesRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07kl_coef\x18\x02 \x01(\x01\x12\x14\n\x0ckl_loss_coef\x18\x03 \x01(\x01\"\x92\x01\n\x19\x43omputeAdvantagesResponse\x12\x45\n\x07metrics\x18\x01 \x03(\x0b\x32\x34.shoal.rpc.v1.ComputeAdvantagesResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\"\n\x12UpdateBatchRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\xaf\x01\n\x13UpdateBatchResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..shoal.rpc.v1.UpdateBatchResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\rTokenSequence\x12\x12\n\nprompt_ids\x18\x01 \x03(\x05\x12\x14\n\x0cresponse_ids\x18\x02 \x03(\x05\"D\n\x12ScoreTokensRequest\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.shoal.rpc.v1.TokenSequence\"3\n\x0bTokenScores\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x12\n\ngreedy_ids\x18\x02 \x03(\x05\"X\n\x13ScoreTokensResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.shoal.rpc.v1.TokenScores\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"$\n\x12\x45xportModelRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"P\n\x13\x45xportModelResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03*\\\n\x0bTrainerRole\x12\x1c\n\x18TRAINER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_ROLE_ACTOR\x10\x01\x12\x17\n\x13TRAINER_ROLE_CRITIC\x10\x02\x32\xa9\x04\n\x0eTrainerService\x12^\n\x0f\x44\x65scribeTrainer\x12$.shoal.rpc.v1.DescribeTrainerRequest\x1a%.shoal.rpc.v1.DescribeTrainerResponse\x12U\n\x0c\x46orwardBatch\x12!.shoal.rpc.v1.ForwardBatchRequest\x1a\".shoal.rpc.v1.ForwardBatchResponse\x12\x64\n\x11\x43omputeAdvantages\x12&.shoal.rpc.v1.ComputeAdvantagesRequest\x1a\'.shoal.rpc.v1.ComputeAdvantagesResponse\x12R\n\x0bUpdateBatch\x12 .shoal.rpc.v1.UpdateBatchRequest\x1a!.shoal.rpc.v1.UpdateBatchResponse\x12R\n\x0bScoreTokens\x12 .shoal.rpc.v1.ScoreTokensRequest\x1a!.shoal.rpc.v1.ScoreTokensResponse\x12R\n\x0b\x45xportModel\x12 .shoal.rpc.v1.ExportModelRequest\x1a!.shoal.rpc.v1.ExportModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATEBATCHRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_UPDATEBATCHRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERROLE']._serialized_start=1283
-  _globals['_TRAINERROLE']._serialized_end=1375
+  _globals['_TRAINERROLE']._serialized_start=1305
+  _globals['_TRAINERROLE']._serialized_end=1397
   _globals['_DESCRIBETRAINERREQUEST']._serialized_start=75
   _globals['_DESCRIBETRAINERREQUEST']._serialized_end=99
   _globals['_DESCRIBETRAINERRESPONSE']._serialized_start=102
@@ -51,29 +51,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBATCHRESPONSE_METRICSENTRY']._serialized_start=421
   _globals['_FORWARDBATCHRESPONSE_METRICSENTRY']._serialized_end=467
   _globals['_COMPUTEADVANTAGESREQUEST']._serialized_start=469
-  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=526
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=529
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=675
+  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=548
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=551
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=697
   _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_start=421
   _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_end=467
-  _globals['_UPDATEBATCHREQUEST']._serialized_start=677
-  _globals['_UPDATEBATCHREQUEST']._serialized_end=711
-  _globals['_UPDATEBATCHRESPONSE']._serialized_start=714
-  _globals['_UPDATEBATCHRESPONSE']._serialized_end=889
+  _globals['_UPDATEBATCHREQUEST']._serialized_start=699
+  _globals['_UPDATEBATCHREQUEST']._serialized_end=733
+  _globals['_UPDATEBATCHRESPONSE']._serialized_start=736
+  _globals['_UPDATEBATCHRESPONSE']._serialized_end=911
   _globals['_UPDATEBATCHRESPONSE_METRICSENTRY']._serialized_start=421
   _globals['_UPDATEBATCHRESPONSE_METRICSENTRY']._serialized_end=467
-  _globals['_TOKENSEQUENCE']._serialized_start=891
-  _globals['_TOKENSEQUENCE']._serialized_end=948
-  _globals['_SCORETOKENSREQUEST']._serialized_start=950
-  _globals['_SCORETOKENSREQUEST']._serialized_end=1018
-  _globals['_TOKENSCORES']._serialized_start=1020
-  _globals['_TOKENSCORES']._serialized_end=1071
-  _globals['_SCORETOKENSRESPONSE']._serialized_start=1073
-  _globals['_SCORETOKENSRESPONSE']._serialized_end=1161
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1163
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1199
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1201
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=1281
-  _globals['_TRAINERSERVICE']._serialized_start=1378
-  _globals['_TRAINERSERVICE']._serialized_end=1931
+  _globals['_TOKENSEQUENCE']._serialized_start=913
+  _globals['_TOKENSEQUENCE']._serialized_end=970
+  _globals['_SCORETOKENSREQUEST']._serialized_start=972
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1040
+  _globals['_TOKENSCORES']._serialized_start=1042
+  _globals['_TOKENSCORES']._serialized_end=1093
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=1095
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=1183
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1185
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1221
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1223
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=1303
+  _globals['_TRAINERSERVICE']._serialized_start=1400
+  _globals['_TRAINERSERVICE']._serialized_end=1953
 # @@protoc_insertion_point(module_scope)

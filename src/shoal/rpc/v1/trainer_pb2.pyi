@@ -153,18 +153,22 @@ class ComputeAdvantagesRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     KL_COEF_FIELD_NUMBER: _builtins.int
+    KL_LOSS_COEF_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     kl_coef: _builtins.float
     """Coefficient of the KL penalty in the reward for this step."""
+    kl_loss_coef: _builtins.float
+    """Coefficient of the KL in the loss of this step's update."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         kl_coef: _builtins.float = ...,
+        kl_loss_coef: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_coef", b"kl_coef", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_coef", b"kl_coef", "kl_loss_coef", b"kl_loss_coef", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
