@@ -1,27 +1,31 @@
-"""Greedy accuracy over held-out rows, through the same rollout servers and scorer as training."""
+"""Accuracy over held-out rows, through the same rollout servers and scorers as training, with sampling settings of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shoal.config.models import RolloutSection
-from shoal.types import SamplingParams, ScoreResult, ScoreStatus
+from shoal.config.models import RolloutSection, RunConfig
+from shoal.types import FinishReason, SamplingParams, ScoreResult, ScoreStatus
 from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
 from shoal_coordinator.prompts import PromptRow, as_task
 from shoal_coordinator.scoring import GroupScorer, ScoredGroup
 
 CORRECT_COMPONENT = "correct"
-"""A scorer that gives this component decides with it; otherwise a total of 1 or more is correct."""
+"""A scorer that gives this component decides with it; otherwise its reward does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Result of one evaluation.
 
-    accuracy: correct answers as a part of all num rows; empty, missing and unscored answers count as wrong.
+    accuracy: mean over rows of the share of right answers; empty, missing and unscored answers count as wrong.
     mean_reward: over the scored answers, 0 without any. policy_versions: all that generated an answer.
+    num: answers asked for, num_rows x samples. num_unscored: answers that no scorer could score.
+    best_of_samples: share of rows with at least one right answer; None for one answer per row.
+    mean_length: tokens of an answer. truncated_share: answers that the length limit ended. Both over the answers that came.
+    source_accuracy: accuracy of each source of reward.sources.
     """
 
     accuracy: float
@@ -29,55 +33,125 @@ class Evaluation:
     policy_versions: tuple[int, ...]
     num: int
     num_unscored: int
+    num_rows: int = 0
+    samples: int = 1
+    best_of_samples: float | None = None
+    mean_length: float = 0.0
+    truncated_share: float = 0.0
+    source_accuracy: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name, for logs, reports and metric sinks."""
+        metrics = {
+            "accuracy": self.accuracy,
+            "mean_reward": self.mean_reward,
+            "mean_length": self.mean_length,
+            "truncated_share": self.truncated_share,
+            "num_rows": float(self.num_rows),
+            "samples": float(self.samples),
+            "num_unscored": float(self.num_unscored),
+        }
+        if self.best_of_samples is not None:
+            metrics["best_of_samples"] = self.best_of_samples
+        return metrics | {f"accuracy_{source}": accuracy for source, accuracy in self.source_accuracy.items()}
 
 
 async def evaluate(
     rows: Sequence[PromptRow],
     dispatcher: Dispatcher,
     scorer: GroupScorer,
-    config: RolloutSection,
+    config: RunConfig,
     *,
     stop_token_ids: tuple[int, ...],
     min_policy_version: int = 0,
 ) -> Evaluation:
-    """Generate one greedy answer per row and score it.
+    """Generate evaluation.samples answers per row and score them.
+
+    The seeds come from run.seed, the policy version and the row, so a version that is evaluated again is evaluated alike.
 
     Args:
         rows: held-out rows, at least one.
-        config: longest response.
+        config: its section `evaluation` says how to sample and what is correct.
         stop_token_ids: ids that end a response.
         min_policy_version: servers older than this are refused.
     Raises: ShoalError: generation or scoring failed for good.
     """
-    request = greedy_request(config, stop_token_ids, min_policy_version)
+    request = evaluation_request(config, stop_token_ids, min_policy_version)
     tasks = [as_task(row, f"eval-v{min_policy_version}-r{row.row_index}") for row in rows]
     scored: list[ScoredGroup] = []
     async with aclosing(dispatcher.generate(tasks, request)) as finished:
         async for groups in finished:
             scored += await scorer.score(groups)
-    return summarise(scored, len(rows))
+    return summarise(scored, config)
+
+
+def evaluation_request(config: RunConfig, stop_token_ids: tuple[int, ...], min_policy_version: int) -> GenerationRequest:
+    """Sampling of the section `evaluation`; greedy answers need no seed."""
+    evaluation = config.evaluation
+    new_tokens = config.rollout.max_new_tokens if evaluation.max_new_tokens is None else evaluation.max_new_tokens
+    sampling = SamplingParams(
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=evaluation.top_k,
+        max_new_tokens=new_tokens,
+        stop_token_ids=stop_token_ids,
+    )
+    seed = None if evaluation.temperature == 0 else config.run.seed
+    return GenerationRequest(sampling=sampling, num_samples=evaluation.samples, seed=seed, min_policy_version=min_policy_version)
 
 
 def greedy_request(config: RolloutSection, stop_token_ids: tuple[int, ...], min_policy_version: int) -> GenerationRequest:
-    """One sample per prompt at temperature 0."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=config.max_new_tokens, stop_token_ids=stop_token_ids)
+    """One answer per prompt at temperature 0, as long as those of training: the baseline of remax."""
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        stop_token_ids=() if config.ignore_eos else stop_token_ids,
+        ignore_eos=config.ignore_eos,
+    )
     return GenerationRequest(sampling=sampling, num_samples=1, seed=None, min_policy_version=min_policy_version)
 
 
-def summarise(scored: Sequence[ScoredGroup], num: int) -> Evaluation:
-    """Count; see `Evaluation`."""
+def summarise(scored: Sequence[ScoredGroup], config: RunConfig) -> Evaluation:
+    """Count; see `Evaluation`.
+
+    Args:
+        scored: one group per row, at least one.
+        config: number of samples, limit of a correct answer, sources.
+    """
+    samples = config.evaluation.samples
     results = [result for group in scored for result in group.results]
     values = [result.value for result in results if result.status is ScoreStatus.SCORED]
-    spans = [span for group in scored for completion in group.group.completions for span in completion.policy_version_spans]
+    completions = [completion for group in scored for completion in group.group.completions]
+    # An answer without tokens did come: its length is 0.
+    num_came = len(completions) + sum(group.group.num_empty for group in scored)
+    num_right = [sum(is_correct(result, config.evaluation.correct_from) for result in group.results) for group in scored]
     return Evaluation(
-        accuracy=sum(map(is_correct, results)) / num,
-        mean_reward=sum(values) / len(values) if values else 0.0,
-        policy_versions=tuple(sorted({span.policy_version for span in spans})),
-        num=num,
+        accuracy=sum(num_right) / (len(scored) * samples),
+        mean_reward=_mean(values),
+        policy_versions=tuple(sorted({span.policy_version for each in completions for span in each.policy_version_spans})),
+        num=len(scored) * samples,
         num_unscored=len(results) - len(values),
+        num_rows=len(scored),
+        samples=samples,
+        best_of_samples=None if samples == 1 else _mean([float(right > 0) for right in num_right]),
+        mean_length=sum(completion.response_ids.size for completion in completions) / max(1, num_came),
+        truncated_share=sum(completion.finish_reason is FinishReason.LENGTH for completion in completions) / max(1, num_came),
+        source_accuracy=_by_source(scored, num_right, config) if config.reward.sources else {},
     )
 
 
-def is_correct(result: ScoreResult) -> bool:
-    """Whether a scored answer counts as correct."""
-    return result.status is ScoreStatus.SCORED and result.components.get(CORRECT_COMPONENT, result.value) >= 1.0
+def is_correct(result: ScoreResult, correct_from: float = 1.0) -> bool:
+    """Whether a scored answer counts as correct: its component `correct`, else its reward, reaches correct_from."""
+    return result.status is ScoreStatus.SCORED and result.components.get(CORRECT_COMPONENT, result.value) >= correct_from
+
+
+def _by_source(scored: Sequence[ScoredGroup], num_right: Iterable[int], config: RunConfig) -> dict[str, float]:
+    shares: dict[str, list[float]] = {}
+    for group, right in zip(scored, num_right, strict=True):
+        shares.setdefault(str(group.group.task.row[config.data.source_key]), []).append(right / config.evaluation.samples)
+    return {source: _mean(own) for source, own in sorted(shares.items())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -141,7 +141,7 @@ class TrainingWorkload:
             self._data.held_out,
             self._dispatcher,
             self._scorer,
-            self._config.rollout,
+            self._config,
             stop_token_ids=self._data.stop_token_ids,
             min_policy_version=policy_version,
         )

@@ -1,29 +1,52 @@
-"""Greedy evaluation with fakes."""
+"""Evaluation with fakes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from shoal_coordinator.dispatcher import Dispatcher
-from shoal_coordinator.evaluation import Evaluation, evaluate, greedy_request, is_correct
+from shoal_coordinator.evaluation import Evaluation, evaluate, evaluation_request, greedy_request, is_correct
 from shoal_coordinator.prompts import PromptRow
 from shoal_coordinator.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
-from shoal.config.models import RewardSection, RolloutSection
-from shoal.types import Completion, ScoreResult, ScoreSample, ScoreStatus
+from shoal.config.models import RolloutSection, RunConfig
+from shoal.types import Completion, FinishReason, SamplingParams, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.coordinator_fakes import VOCAB_SIZE, FakeReward, FakeRollout, FakeTokenizer, make_completion, reward_pool, rollout_pool
 
 ROWS = [
-    PromptRow(row_index=index, prompt_ids=np.array([index + 1], np.int32), text=f"p{index}", row={"answer": str(index + 1)})
+    PromptRow(
+        row_index=index,
+        prompt_ids=np.array([index + 1], np.int32),
+        text=f"p{index}",
+        row={"answer": str(index + 1), "data_source": "low" if index < 2 else "high"},
+    )
     for index in range(4)
 ]
 
 
-async def run(rollout: FakeRollout, reward: FakeReward) -> Evaluation:
+def make_config(seed: int = 0, reward: dict[str, Any] | None = None, **evaluation: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "run", "folder": "runs", "seed": seed},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl"},
+            "rollout": {"retries": 0, "max_new_tokens": 4},
+            "reward": reward or {},
+            "evaluation": evaluation,
+        }
+    )
+
+
+async def run(rollout: FakeRollout, reward: FakeReward, config: RunConfig | None = None) -> Evaluation:
     clock = StageClock()
-    config = RolloutSection(retries=0, max_new_tokens=4)
-    dispatcher = Dispatcher(rollout_pool(a=rollout), config, run_id="run", vocab_size=VOCAB_SIZE, clock=clock, wait_for_server_s=1.0)
-    scorer = GroupScorer(reward_pool(r=reward), RewardSection(), FakeTokenizer(), clock, wait_for_server_s=1.0)
+    config = make_config() if config is None else config
+    dispatcher = Dispatcher(
+        rollout_pool(a=rollout), config.rollout, run_id="run", vocab_size=VOCAB_SIZE, clock=clock, wait_for_server_s=1.0
+    )
+    scorer = GroupScorer(reward_pool(r=reward), config.reward, FakeTokenizer(), clock, wait_for_server_s=1.0)
     return await evaluate(ROWS, dispatcher, scorer, config, stop_token_ids=(2,), min_policy_version=3)
 
 
@@ -33,21 +56,77 @@ def exact(sample: ScoreSample) -> ScoreResult:
     return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=float(sample.response == sample.row["answer"]))
 
 
-async def test_evaluation_counts_right_wrong_empty_and_unscored_answers() -> None:
-    def script(request_id: str, completions: list[Completion]) -> list[Completion]:
-        # Row 1 answers nothing; the others repeat their prompt's first id, which is right.
-        return [make_completion(0, [])] if request_id.endswith("r1/0") else completions
+def nothing_for_row_1(request_id: str, completions: list[Completion]) -> list[Completion]:
+    """The other rows repeat their prompt's first id, which is right."""
+    return [make_completion(0, [])] if request_id.endswith("r1/0") else completions
 
-    evaluation = await run(FakeRollout(script=script, policy_version=3), FakeReward(exact))
-    assert evaluation == Evaluation(accuracy=0.5, mean_reward=1.0, policy_versions=(3,), num=4, num_unscored=1)
+
+async def test_evaluation_counts_right_wrong_empty_and_unscored_answers() -> None:
+    evaluation = await run(FakeRollout(script=nothing_for_row_1, policy_version=3), FakeReward(exact))
+    assert evaluation == Evaluation(
+        accuracy=0.5, mean_reward=1.0, policy_versions=(3,), num=4, num_unscored=1, num_rows=4, samples=1, mean_length=0.75
+    )
+
+
+async def test_several_samples_give_pass_rate_best_of_lengths_and_truncation() -> None:
+    def script(request_id: str, completions: list[Completion]) -> list[Completion]:
+        own = int(request_id.split("-r")[1].split("/")[0]) + 1
+        # Row r of 4: r of its 3 answers are right; the last one is cut, and two tokens long.
+        right = [make_completion(index, [own if index < own - 1 else 99], policy_version=3) for index in range(2)]
+        cut = make_completion(2, [own, own] if own < 4 else [own], policy_version=3, finish_reason=FinishReason.LENGTH)
+        return [*right, cut]
+
+    def score(sample: ScoreSample) -> ScoreResult:
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=float(sample.response == sample.row["answer"]))
+
+    config = make_config(samples=3, temperature=1.0)
+    evaluation = await run(FakeRollout(script=script, policy_version=3), FakeReward(score), config)
+    assert evaluation.accuracy == pytest.approx((0 / 3 + 1 / 3 + 2 / 3 + 3 / 3) / 4)
+    assert evaluation.best_of_samples == 3 / 4
+    assert (evaluation.num, evaluation.num_rows, evaluation.samples) == (12, 4, 3)
+    assert evaluation.mean_length == pytest.approx(15 / 12)
+    assert evaluation.truncated_share == pytest.approx(4 / 12)
+    assert evaluation.metrics()["best_of_samples"] == 3 / 4
+
+
+async def test_accuracy_is_told_per_source() -> None:
+    config = make_config(reward={"sources": {"low": "sum", "high": "exact"}})
+    evaluation = await run(FakeRollout(script=nothing_for_row_1, policy_version=3), FakeReward(exact), config)
+    assert evaluation.source_accuracy == {"high": 0.5, "low": 0.5}
+    assert evaluation.metrics()["accuracy_low"] == 0.5
 
 
 async def test_evaluation_asks_for_one_greedy_sample_without_seed() -> None:
     rollout = FakeRollout(policy_version=3)
     await run(rollout, FakeReward())
     assert sorted(rollout.requests) == [(f"run/eval-v3-r{index}/0", ()) for index in range(4)]
-    request = greedy_request(RolloutSection(max_new_tokens=4), (2,), 3)
-    assert (request.sampling.temperature, request.sampling.stop_token_ids, request.num_samples) == (0.0, (2,), 1)
+
+
+async def test_same_version_and_seed_are_evaluated_alike() -> None:
+    config = make_config(samples=2, temperature=0.7)
+    first, second, other = FakeRollout(policy_version=3), FakeRollout(policy_version=3), FakeRollout(policy_version=3)
+    await run(first, FakeReward(), config)
+    await run(second, FakeReward(), config)
+    await run(other, FakeReward(), make_config(seed=1, samples=2, temperature=0.7))
+    assert sorted(first.requests) == sorted(second.requests)
+    assert {len(set(seeds)) for _, seeds in first.requests} == {2}
+    assert not {seeds for _, seeds in first.requests} & {seeds for _, seeds in other.requests}
+
+
+def test_evaluation_samples_by_its_own_settings() -> None:
+    config = make_config(samples=5, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=99)
+    request = evaluation_request(config, (2, 7), 3)
+    assert request.sampling == SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=99, stop_token_ids=(2, 7))
+    assert (request.num_samples, request.seed, request.min_policy_version) == (5, 0, 3)
+    greedy = evaluation_request(make_config(), (2,), 3)
+    assert (greedy.sampling, greedy.seed) == (SamplingParams(temperature=0.0, max_new_tokens=4, stop_token_ids=(2,)), None)
+
+
+def test_greedy_baseline_stops_where_training_stops() -> None:
+    request = greedy_request(RolloutSection(max_new_tokens=4, min_new_tokens=2), (2,), 3)
+    assert request.sampling == SamplingParams(temperature=0.0, max_new_tokens=4, min_new_tokens=2, stop_token_ids=(2,))
+    assert (request.num_samples, request.seed) == (1, None)
+    assert greedy_request(RolloutSection(max_new_tokens=4, ignore_eos=True), (2,), 3).sampling.stop_token_ids == ()
 
 
 def test_component_correct_decides_over_the_total() -> None:
@@ -55,3 +134,9 @@ def test_component_correct_decides_over_the_total() -> None:
     assert not is_correct(result)
     assert is_correct(ScoreResult(sample_id="s", status=ScoreStatus.SCORED, value=0.5, components={"correct": 1.0, "length": -0.5}))
     assert not is_correct(ScoreResult(sample_id="s", status=ScoreStatus.NOT_SCORED, value=1.0))
+
+
+def test_correct_from_moves_the_limit() -> None:
+    half = ScoreResult(sample_id="s", status=ScoreStatus.SCORED, value=0.5)
+    assert is_correct(half, 0.5)
+    assert not is_correct(half, 0.6)
