@@ -18,7 +18,8 @@ from shoal.algo.masking import SumOverRanks, masked_moments, one_rank, select, w
 class AdvantageInputs:
     """This rank's part of a batch.
 
-    rewards: [B, T] per-token reward, KL penalty already included; NaN in a row means not scored (group estimators leave it out).
+    rewards: [B, T] per-token reward, KL penalty already included; NaN at a trained token means that the row is not scored: it gets no
+        advantage and enters no statistic.
     response_mask: [B, T] bool; False tokens neither give nor take credit.
     values: [B, T] critic estimate before each token; None without a critic.
     group_index: [B] int64, number of the sequence's group, the same numbering on all ranks; None if no estimator needs it.
@@ -26,7 +27,7 @@ class AdvantageInputs:
     bootstrap_values: [B] value of the state after the last token, 0 where the response terminated; None is 0 everywhere.
     baselines: [B] reward of each prompt's greedy answer, NaN where there is none; None if no estimator needs it.
     components: [B, C] named parts of the reward, NaN where a scorer gave none; None if no estimator needs them.
-    component_weights: C weights.
+    component_weights: C weights, in the order of the columns of components.
     """
 
     rewards: Tensor
@@ -38,6 +39,12 @@ class AdvantageInputs:
     baselines: Tensor | None = None
     components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
+
+
+def scored_mask(inputs: AdvantageInputs) -> Tensor:
+    """[B, T] bool: the trained tokens of scored rows."""
+    missing = select(inputs.rewards, inputs.response_mask).isnan().any(dim=1, keepdim=True)
+    return inputs.response_mask & ~missing
 
 
 def gae(
@@ -86,18 +93,21 @@ def gae_estimator(
     lam: float,
     whiten_advantages: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`gae`, whitened over the whole batch if asked; returns stay as they are.
+    """`gae`, whitened over the whole batch if asked; returns stay as they are, and are the values where a row is not scored.
 
     Returns: advantages, returns: each [B, T], 0 where masked.
     Raises: ValueError: no values, or shapes differ.
     """
     if inputs.values is None:
         raise ValueError("gae needs values; run the critic or choose a group estimator")
-    mask = inputs.response_mask
-    advantages, returns = gae(inputs.rewards, inputs.values, mask, gamma=gamma, lam=lam, bootstrap_values=inputs.bootstrap_values)
+    scored = scored_mask(inputs)
+    advantages, returns = gae(
+        select(inputs.rewards, scored), inputs.values, inputs.response_mask, gamma=gamma, lam=lam, bootstrap_values=inputs.bootstrap_values
+    )
+    returns = torch.where(scored, returns, select(inputs.values.detach(), inputs.response_mask))
     if whiten_advantages:
-        advantages = whiten(advantages, mask, masked_moments(advantages, mask, sum_over_ranks))
-    return advantages, returns
+        advantages = whiten(advantages, scored, masked_moments(advantages, scored, sum_over_ranks))
+    return select(advantages, scored), returns
 
 
 def reward_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
@@ -112,13 +122,28 @@ def reinforce_pp_estimator(
     *,
     gamma: float,
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go, normalised once over all trained tokens of the batch.
+    """Reward to go, normalised once over all trained tokens of the batch: (return - mean) / sqrt(max(population variance, 1e-8)).
 
-    Returns: advantages, returns: each [B, T], 0 where masked.
+    Returns: advantages, returns: each [B, T], 0 where masked or not scored.
     Source: Hu 2025 (REINFORCE++), eq. 6.
     """
-    mask = inputs.response_mask
+    mask = scored_mask(inputs)
     returns = reward_to_go(inputs.rewards, mask, gamma=gamma)
     moments = masked_moments(returns, mask, sum_over_ranks)
     scaled = (returns.double() - moments.mean) * torch.rsqrt(moments.variance().clamp(min=1e-8))
     return select(scaled, mask).to(returns.dtype), returns
+
+
+def remax_estimator(inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
+    """Undiscounted reward to go minus the reward of the prompt's greedy answer; 0 where there is no greedy reward.
+
+    Returns: advantages, returns: each [B, T], 0 where masked or not scored.
+    Raises: ValueError: no baselines.
+    Source: Li et al. 2023 (ReMax), eq. 4.
+    """
+    if inputs.baselines is None:
+        raise ValueError("remax needs baselines, the reward of one greedy answer per prompt; generate and score it")
+    baselines = inputs.baselines.to(inputs.rewards.dtype)[:, None].expand(inputs.response_mask.shape)
+    mask = scored_mask(inputs) & ~baselines.isnan()
+    returns = reward_to_go(inputs.rewards, mask, gamma=1.0)
+    return select(returns - baselines, mask), returns

@@ -51,7 +51,23 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.where(gap.abs() < 1.0, near, far) - gap
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def k3_straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Value of k3, gradient of k2.
+
+    Over samples of the policy being trained, the gradient of k3 is on average that of KL(reference || policy), the gradient of k2 that of
+    KL(policy || reference), which is meant; the value of k3 is unbiased and never negative, that of k2 is biased.
+    Source: Tang & Munos 2025, section 4; Schulman 2020 for the values.
+    """
+    gradient = k2(logprobs, ref_logprobs)
+    return k3(logprobs, ref_logprobs).detach() + (gradient - gradient.detach())
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3_straight_through": k3_straight_through,
+}
 """(logprobs, ref_logprobs) -> KL per token; the inputs hold no masked garbage."""
 
 

@@ -1,7 +1,11 @@
-"""Per-token losses: one pure function each, listed in `shoal.algo.registry`.
+"""Per-token losses: one pure function each, listed in `shoal.config.functions`.
 
 Legend: B sequences, T response tokens. A loss returns [B, T] terms; `shoal.algo.aggregation` makes them one number. Keyword-only settings
-carry the names of configuration fields.
+carry the names of configuration fields. A masked slot may hold anything: its loss and its gradient are 0.
+
+A ratio is exact up to exp(`max_log_gap`) (log-ratios of 39.9 in float32, 319 in float64) and continued as a straight line beyond, see
+`safe_exp`. A log-ratio that is cut off instead would take the gradient away from the very tokens that have to be pushed back: those whose
+probability has exploded and whose advantage is negative.
 """
 
 from __future__ import annotations
@@ -11,10 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.algo.kl import safe_exp
 from shoal.algo.masking import select
-
-MAX_LOG_RATIO = 20.0
-"""A log-ratio is bounded to this size: an overflow of its exponential, even in a branch that is not chosen, makes gradients NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,13 @@ class TokenLoss:
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """Bounded log(new / old), [B, T], 0 where masked; see MAX_LOG_RATIO."""
-    log_ratio = select(logprobs, response_mask) - select(old_logprobs.detach(), response_mask)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """log(new / old), [B, T], 0 where masked; gradient to logprobs only."""
+    return select(logprobs, response_mask) - select(old_logprobs.detach(), response_mask)
+
+
+def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """Mean log-ratio of each sequence's trained tokens: [B, 1], 0 for a sequence without any. The log-ratio is 0 where masked."""
+    return log_ratio.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def ppo_loss(
@@ -61,22 +67,77 @@ def ppo_loss(
     Source: Schulman et al. 2017, eq. 7; Yu et al. 2025 (clip-higher); Ye et al. 2020, eq. 5 (dual clip).
     """
     log_ratio = log_ratio_of(logprobs, old_logprobs, response_mask)
+    ratio = safe_exp(log_ratio)
     advantages = select(advantages.detach(), response_mask)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    is_clipped = clipped > plain
-    loss = torch.where(is_clipped, clipped, plain)
+    loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     is_bounded = torch.zeros_like(response_mask)
     if dual_clip is not None:
         bound = -advantages * dual_clip
         is_bounded = (advantages < 0) & (loss > bound)
         loss = torch.where(is_bounded, bound, loss)
-    return TokenLoss(
-        per_token=select(loss, response_mask),
-        sums=_ratio_sums(log_ratio, response_mask) | {"clip_fraction": _count(is_clipped), "clip_fraction_lower": _count(is_bounded)},
-        maxima={"ratio_max_deviation": _largest((ratio.detach() - 1.0).abs(), response_mask)},
-    )
+    return _policy_terms(loss, log_ratio, ratio, response_mask, clip_fraction=is_clipped, clip_fraction_lower=is_bounded)
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """Clipped surrogate loss whose ratio is the geometric mean of the sequence's token ratios: s = exp(mean(log new - log old)).
+
+    Every token has the value of s and, in place of the mean's, its own log-probability's gradient: s * new / stop_gradient(new). With one
+    advantage per sequence and tokens that weigh alike, the gradient of the sequence's mean is exactly that of s; with an advantage per
+    token it is GSPO-token's.
+
+    Args: as `ppo_loss`; usual bounds are far narrower (3e-4 and 4e-4), since s moves less than a token's ratio.
+    Returns: TokenLoss with the metrics of `ppo_loss` (no dual clip); `clip_fraction`, `ratio` and `ratio_max_deviation` are those of s,
+        counted at every trained token.
+    Source: Zheng et al. 2025 (GSPO), eq. 5 to 7 and 14.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs, response_mask)
+    of_sequence = sequence_log_ratio(log_ratio.detach(), response_mask)
+    # new - stop_gradient(new) is 0 with gradient 1.
+    ratio = safe_exp(of_sequence + (log_ratio - log_ratio.detach()))
+    loss, is_clipped = _clipped_surrogate(ratio, select(advantages.detach(), response_mask), clip_low, clip_high)
+    return _policy_terms(loss, log_ratio, ratio, response_mask, clip_fraction=is_clipped & response_mask)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """REINFORCE with a clipped importance weight: -stop_gradient(clip(ratio)) * advantage * log new. No token loses its gradient.
+
+    Args: as `ppo_loss`; the weight is kept within [1 - clip_low, 1 + clip_high].
+    Returns: TokenLoss with the metrics of `ppo_loss` (no dual clip); `clip_fraction` counts weights outside the bounds.
+    Source: MiniMax 2025 (CISPO), eq. 4 and 5.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs, response_mask)
+    ratio = safe_exp(log_ratio.detach())
+    weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = -weights * select(advantages.detach(), response_mask) * select(logprobs, response_mask)
+    return _policy_terms(loss, log_ratio, ratio, response_mask, clip_fraction=(weights != ratio) & response_mask)
+
+
+def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor) -> TokenLoss:
+    """Plain policy gradient: -advantage * log new. Right for data of the policy being trained; old_logprobs only enter metrics.
+
+    Args: as `ppo_loss`.
+    Returns: TokenLoss with `approx_kl`, `ratio` and `ratio_max_deviation` of `ppo_loss`.
+    Source: Williams 1992, eq. 11.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs, response_mask)
+    loss = -select(advantages.detach(), response_mask) * select(logprobs, response_mask)
+    return _policy_terms(loss, log_ratio, safe_exp(log_ratio.detach()), response_mask)
 
 
 def value_loss(
@@ -113,9 +174,22 @@ def value_loss(
     return TokenLoss(per_token=select(loss, response_mask), sums=sums)
 
 
-def _ratio_sums(log_ratio: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    log_ratio = log_ratio.detach().double()
-    return {"approx_kl": -log_ratio.sum(), "ratio": select(log_ratio.exp(), response_mask).sum()}
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The larger of -advantage * ratio and the same with the bounded ratio, and where that is the bounded one."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    is_clipped = clipped > plain
+    return torch.where(is_clipped, clipped, plain), is_clipped
+
+
+def _policy_terms(loss: Tensor, log_ratio: Tensor, ratio: Tensor, response_mask: Tensor, **counted: Tensor) -> TokenLoss:
+    ratio = ratio.detach()
+    sums = {"approx_kl": -log_ratio.detach().double().sum(), "ratio": select(ratio, response_mask).double().sum()}
+    return TokenLoss(
+        per_token=select(loss, response_mask),
+        sums=sums | {name: _count(chosen) for name, chosen in counted.items()},
+        maxima={"ratio_max_deviation": _largest((ratio - 1.0).abs(), response_mask)},
+    )
 
 
 def _count(chosen: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.algo.kl import token_kl
-from shoal.algo.masking import select
+from shoal.algo.masking import SumOverRanks, masked_moments, one_rank, select, whiten
+from shoal.errors import ConfigError
 
 
 def response_mask_of(response_lengths: Tensor, num_tokens: int) -> Tensor:
@@ -53,13 +54,52 @@ def penalised_rewards(
         ref_logprobs: [B, T] of the reference.
         response_mask: [B, T] bool.
         kl_coef: weight of the penalty.
-        kl_estimator: k1, k2 or k3.
+        kl_estimator: name in `shoal.algo.kl.KL_ESTIMATORS`.
     Returns: rewards, kl: each [B, T], 0 where masked.
     Raises: ConfigError: unknown estimator.
     Source: Ziegler et al. 2019, eq. 2.
     """
     kl = token_kl(logprobs.detach(), ref_logprobs.detach(), response_mask, kl_estimator=kl_estimator)
     return outcome_rewards(scores.to(kl.dtype), response_mask) - kl_coef * kl, kl
+
+
+def shaped_scores(
+    scores: Tensor,
+    response_lengths: Tensor,
+    sum_over_ranks: SumOverRanks = one_rank,
+    *,
+    clip: tuple[float, float] | None,
+    normalise: str,
+    overlong_buffer_tokens: int,
+    overlong_penalty: float,
+    max_new_tokens: int,
+) -> Tensor:
+    """Bound the scorer's reward, then subtract the penalty of a long answer, then normalise over the scored responses of all ranks.
+
+    Args:
+        scores: [B] outcome reward; NaN is not scored, and stays NaN.
+        response_lengths: [B] tokens.
+        sum_over_ranks: adds float64 vectors over ranks; used for `batch` only, and then on every rank.
+        clip: bounds of the scorer's reward; None is off.
+        normalise: `none`, or `batch`: (score - mean) / sqrt(population variance + 1e-8), 0 when all are equal.
+        overlong_buffer_tokens: tokens before max_new_tokens over which the penalty grows; 0 is off.
+        overlong_penalty: what a response of full length loses.
+        max_new_tokens: full length.
+    Returns: [B], dtype of scores.
+    Raises: ConfigError: unknown normalise.
+    Source: overlong penalty Yu et al. 2025 (DAPO), eq. 13.
+    """
+    if normalise not in ("none", "batch"):
+        raise ConfigError(f"reward.normalise is {normalise!r}; use one of batch, none")
+    scored = ~scores.isnan()
+    shaped = select(scores.detach(), scored).double()
+    if clip is not None:
+        shaped = shaped.clamp(*clip)
+    if overlong_buffer_tokens > 0:
+        shaped = shaped + overlong_penalty * _overlong(response_lengths, max_length=max_new_tokens, buffer=overlong_buffer_tokens)
+    if normalise == "batch":
+        shaped = whiten(shaped, scored, masked_moments(shaped, scored, sum_over_ranks))
+    return torch.where(scored, shaped, torch.nan).to(scores.dtype)
 
 
 def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
@@ -70,7 +110,13 @@ def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) 
         max_length: length at which the penalty is -1.
         buffer: tokens over which it grows from 0.
     Returns: [B] float64 in [-1, 0].
+    Raises: ValueError: buffer is not positive.
     Source: Yu et al. 2025 (DAPO), eq. 13.
     """
+    if buffer <= 0:
+        raise ValueError(f"buffer is {buffer}; give the number of tokens over which the penalty grows")
     start = max_length - buffer
     return -((response_lengths.double() - start) / buffer).clamp(0.0, 1.0)
+
+
+_overlong = overlong_penalty  # `shaped_scores` has a setting of that name

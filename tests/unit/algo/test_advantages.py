@@ -15,6 +15,7 @@ from shoal.algo.advantages import AdvantageInputs, gae, gae_estimator, reinforce
 from shoal.algo.group_advantages import group_statistics, grpo_advantages, grpo_estimator, rloo_advantages, rloo_estimator
 from shoal.algo.masking import masked_moments
 from shoal.algo.rewards import penalised_rewards
+from shoal.errors import ConfigError
 from tests.helpers.math_cases import assert_close, mask_of, math_case, numbers
 
 
@@ -129,7 +130,7 @@ def test_grpo_gives_exact_zeros_to_groups_without_spread(group_std: str, dtype: 
 
 
 def test_grpo_refuses_unknown_divisor() -> None:
-    with pytest.raises(ValueError, match="use sample, population or none"):
+    with pytest.raises(ConfigError, match="group_std is 'both'; use one of none, population, sample"):
         grpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), 1, group_std="both")
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from shoal.algo.losses import ppo_loss, value_loss
-from shoal.algo.offpolicy import masked_weights, truncated_weights
 from tests.helpers.math_cases import assert_close, mask_of, math_case, math_cases, numbers
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), 200.0, -200.0]
@@ -119,27 +118,3 @@ def test_value_gradient_is_zero_where_the_clipped_branch_is_larger() -> None:
     torch.autograd.backward(value_loss(values, torch.tensor([[0.1]]), torch.tensor([[-0.5]]), mask, value_clip=0.2).per_token.sum())
     assert values.grad is not None
     assert float(values.grad) == 0.0
-
-
-def test_truncated_weights_equal_given_numbers() -> None:
-    case = math_case("M-TIS-01")
-    inputs, expected, mask = case["inputs"], case["expected"], mask_of(case["inputs"]["mask"])
-    weights = truncated_weights(numbers(inputs["train_old_logprobs"]), numbers(inputs["rollout_logprobs"]), mask, cap=inputs["cap"])
-    assert_close(weights, expected["weights"])
-    assert_close((weights * numbers(inputs["per_token_policy_loss"])).sum() / mask.sum(), expected["weighted_token_mean"])
-
-
-def test_masked_weights_equal_given_numbers() -> None:
-    case = math_case("M-TIS-02")
-    inputs, expected, mask = case["inputs"], case["expected"], mask_of(case["inputs"]["mask"])
-    old, rollout = numbers(inputs["train_old_logprobs"]), numbers(inputs["rollout_logprobs"])
-    weights = masked_weights(old, rollout, mask, low=inputs["low"], high=inputs["high"])
-    assert_close(weights, expected["weights"])
-    assert_close(1.0 - (weights > 0).sum().double() / mask.sum(), expected["dropped_fraction"])
-
-
-def test_weights_carry_no_gradient() -> None:
-    old = torch.zeros(1, 1, requires_grad=True)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    assert not truncated_weights(old, torch.zeros(1, 1), mask, cap=2.0).requires_grad
-    assert not masked_weights(old, torch.zeros(1, 1), mask, low=0.5, high=2.0).requires_grad
