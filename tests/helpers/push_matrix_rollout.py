@@ -35,7 +35,7 @@ from tests.helpers.push_matrix_config import load
 from tests.helpers.push_matrix_faults import FaultBox, flip_byte
 from tests.helpers.push_matrix_model import PlainModel
 
-FACTS = ModelFacts(folder="none", vocab_size=1 << 30, max_model_len=64, eos_ids=())
+FACTS = ModelFacts(folder="none", vocab_size=1 << 30, sampled_vocab_size=1 << 30, max_model_len=64, eos_ids=())
 MAX_LINE_BYTES = 16 << 20
 
 

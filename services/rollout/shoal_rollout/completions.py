@@ -21,34 +21,30 @@ _FINISH_REASONS = {
 def to_completion(sample: EngineSample, *, sample_index: int, latency_ms: float, engine_id: str) -> Completion:
     """Convert one answer.
 
-    A token without a finite log-probability cannot be trained on: the response is cut before it and marked ABORT, which no trainer takes
-    for a complete response. Whether that happened shows in `is_cut`.
+    A response with a token that has no finite log-probability cannot be trained on, nor can its part before that: what came next was not
+    sampled from the model's probabilities. It is answered without tokens and as LENGTH, which callers leave out and count; ABORT would
+    have them ask again, and a model that overflows on a prompt does so each time. Whether that happened shows in `is_dropped`.
 
     Raises: InternalError: lengths differ, or tokens without a weight version.
     """
     if len(sample.logprobs) != len(sample.token_ids):
         raise InternalError(f"the engine gave {len(sample.token_ids)} tokens and {len(sample.logprobs)} log-probabilities")
-    num_valid = num_finite(sample.logprobs)
-    reason = _finish_reason(sample.finish_reason) if num_valid == len(sample.token_ids) else FinishReason.ABORT
+    is_finite = all(map(math.isfinite, sample.logprobs))
+    num_tokens = len(sample.token_ids) if is_finite else 0
     return Completion(
         sample_index=sample_index,
-        response_ids=np.array(sample.token_ids[:num_valid], dtype=np.int32),
-        rollout_logprobs=np.array(sample.logprobs[:num_valid], dtype=np.float32),
-        finish_reason=reason,
-        policy_version_spans=version_spans(sample.versions, num_valid),
+        response_ids=np.array(sample.token_ids[:num_tokens], dtype=np.int32),
+        rollout_logprobs=np.array(sample.logprobs[:num_tokens], dtype=np.float32),
+        finish_reason=_finish_reason(sample.finish_reason) if is_finite else FinishReason.LENGTH,
+        policy_version_spans=version_spans(sample.versions, num_tokens),
         latency_ms=latency_ms,
         engine_id=engine_id,
     )
 
 
-def is_cut(sample: EngineSample, completion: Completion) -> bool:
-    """Whether tokens were dropped for lack of a finite log-probability."""
+def is_dropped(sample: EngineSample, completion: Completion) -> bool:
+    """Whether the response was left out for lack of a finite log-probability."""
     return len(completion.response_ids) < len(sample.token_ids)
-
-
-def num_finite(logprobs: Sequence[float]) -> int:
-    """Length of the longest prefix of finite log-probabilities."""
-    return next((index for index, logprob in enumerate(logprobs) if not math.isfinite(logprob)), len(logprobs))
 
 
 def version_spans(versions: Sequence[tuple[str, int, int]] | None, num_tokens: int) -> tuple[PolicyVersionSpan, ...]:

@@ -24,6 +24,7 @@ from vllm.v1.executor import Executor
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError
 from shoal.telemetry.logs import get_logger
+from shoal.vocabulary import sampled_vocab_size
 from shoal_rollout.engine_seed import engine_seed
 from shoal_rollout.model_facts import ModelFacts
 
@@ -39,12 +40,7 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
     """
     folder = resolve_folder(config.model.path)
     hf_config = get_config(folder, config.model.trust_remote_code).get_text_config()
-    facts = ModelFacts(
-        folder=folder,
-        vocab_size=int(hf_config.vocab_size),
-        max_model_len=_max_model_len(config, hf_config),
-        eos_ids=_eos_ids(Path(folder), hf_config),
-    )
+    facts = _facts(folder, config, hf_config)
     if current_platform.is_cpu():
         _import_model_classes(hf_config)
     try:
@@ -54,6 +50,23 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
         raise ConfigError(msg) from error
     log.info("engine_started", model=folder, max_model_len=facts.max_model_len, workers=config.rollout.tensor_parallel_size)
     return engine, facts
+
+
+def _facts(folder: str, config: RunConfig, hf_config: Any) -> ModelFacts:  # noqa: ANN401 - transformers' configurations are untyped
+    vocab_size = int(hf_config.vocab_size)
+    num_sampled = sampled_vocab_size(folder, vocab_size)
+    eos_ids = _eos_ids(Path(folder), hf_config)
+    unknown = [token_id for token_id in eos_ids if not 0 <= token_id < num_sampled]
+    if unknown:
+        log.warning("eos_never_sampled", eos_ids=unknown, sampled_vocab_size=num_sampled, model=folder)
+    return ModelFacts(
+        folder=folder,
+        vocab_size=vocab_size,
+        sampled_vocab_size=num_sampled,
+        max_model_len=_max_model_len(config, hf_config),
+        # The engine masks the logits of these while a response is too short; others are outside of the logits.
+        eos_ids=tuple(token_id for token_id in eos_ids if token_id not in unknown),
+    )
 
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:

@@ -47,6 +47,16 @@ class EngineWorker:
 
         return _answer(run)
 
+    def shoal_restrict(self, num_sampled: int) -> Plain:
+        """Sample from ids below `num_sampled` alone, from now on."""
+
+        def run() -> Plain:
+            from shoal_rollout.sampled_ids import restrict_logits
+
+            restrict_logits(self.model_runner.get_model(), num_sampled)
+
+        return _answer(run)
+
     def shoal_prepare(self, push: Plain, name: str, host: str) -> Plain:
         """Allocate or reuse staging."""
 

@@ -15,7 +15,7 @@ from shoal.errors import CapacityError, InvalidRequestError, UnavailableError
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import counter, gauge
 from shoal.types import Completion
-from shoal_rollout.completions import is_cut, to_completion
+from shoal_rollout.completions import is_dropped, to_completion
 from shoal_rollout.engine import SamplingEngine
 from shoal_rollout.request_checks import GenerateCall, check_call
 
@@ -26,7 +26,7 @@ MAX_RUNNING_SAMPLES = 65_536
 
 _samples = counter("rollout", "samples", "count", "Samples answered, by finish reason.", ("finish_reason",))
 _tokens = counter("rollout", "response_tokens", "count", "Response tokens answered.")
-_dropped = counter("rollout", "non_finite_samples", "count", "Samples cut at a token without a finite log-probability.")
+_dropped = counter("rollout", "non_finite_samples", "count", "Samples left out: a token had no finite log-probability.")
 _running = gauge("rollout", "running_samples", "count", "Samples in the engine.")
 
 
@@ -188,7 +188,7 @@ class Generation:
             return
         _samples.labels(completion.finish_reason.value).inc()
         _tokens.inc(len(completion.response_ids))
-        if is_cut(sample, completion):
+        if is_dropped(sample, completion):
             _dropped.inc()
-            log.warning("sample_not_finite", sample=sample_id, num_valid=len(completion.response_ids), num_sampled=len(sample.token_ids))
+            log.warning("sample_not_finite", sample=sample_id, num_tokens=len(sample.token_ids))
         done.put_nowait(completion)

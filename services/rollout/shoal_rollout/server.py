@@ -97,6 +97,7 @@ class RolloutServer:
         Raises: ShoalError: the server cannot start.
         """
         remove_stale_staging(self._config.push.shm_dir, self._config.run.id, self._service_id)
+        await self._restrict()
         await self._sink.discover(self._facts.folder)
         await self._sink.reserve()
         await self._engine.update_version("0")
@@ -119,6 +120,12 @@ class RolloutServer:
             watching.cancel()
             await self._close()
         return self._exit_code
+
+    async def _restrict(self) -> None:
+        facts = self._facts
+        if facts.sampled_vocab_size < facts.vocab_size:
+            await self._engine.call_workers("shoal_restrict", facts.sampled_vocab_size)
+            log.info("padding_never_sampled", sampled_vocab_size=facts.sampled_vocab_size, vocab_size=facts.vocab_size)
 
     def _add_services(self) -> None:
         rollout = rollout_servicer.RolloutServicer(self._generation, self._config, self._service_id, self._facts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from shoal_rollout.completions import is_cut, to_completion, version_spans
+from shoal_rollout.completions import is_dropped, to_completion, version_spans
 from shoal_rollout.engine import EngineSample
 
 from shoal.errors import InternalError
@@ -34,18 +34,17 @@ def test_completion_keeps_tokens_and_versions() -> None:
         PolicyVersionSpan(policy_version=3, start=0, end=1),
         PolicyVersionSpan(policy_version=4, start=1, end=3),
     )
-    assert not is_cut(sample, completion)
+    assert not is_dropped(sample, completion)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
-def test_completion_is_cut_before_a_token_without_a_finite_logprob(bad: float) -> None:
+def test_completion_with_a_token_without_a_finite_logprob_has_no_tokens(bad: float) -> None:
     sample = _sample([-1.0, -2.0, bad, -0.5], [("3", 0, 1), ("4", 1, 4)])
-    completion = to_completion(sample, sample_index=0, latency_ms=0.0, engine_id="e")
-    assert completion.response_ids.tolist() == [0, 1]
-    assert np.isfinite(completion.rollout_logprobs).all()
-    assert completion.finish_reason is FinishReason.ABORT
-    assert completion.policy_version_spans[-1] == PolicyVersionSpan(policy_version=4, start=1, end=2)
-    assert is_cut(sample, completion)
+    completion = to_completion(sample, sample_index=3, latency_ms=0.0, engine_id="e")
+    assert (completion.sample_index, completion.response_ids.size, completion.rollout_logprobs.size) == (3, 0, 0)
+    assert completion.policy_version_spans == ()
+    assert completion.finish_reason is FinishReason.LENGTH, "an aborted one would be asked for again, for ever"
+    assert is_dropped(sample, completion)
 
 
 def test_completion_of_an_aborted_sample_may_be_empty() -> None:

@@ -124,14 +124,14 @@ async def test_generate_refuses_a_stale_server_and_a_repeated_id(sampler: FakeSa
     await task
 
 
-async def test_a_sample_without_finite_logprobs_is_cut_and_counted(sampler: FakeSampler, generation: Generation) -> None:
+async def test_a_sample_without_finite_logprobs_is_dropped_and_counted(sampler: FakeSampler, generation: Generation) -> None:
     name = "shoal_rollout_non_finite_samples_count_total"
     before = sample_value(name) or 0.0
     task = asyncio.create_task(_collect(generation, replace(CALL, num_samples=1)))
     (sample_id,) = await sampler.until_running(1)
     sampler.finish(sample_id, logprob=math.nan)
     (completion,) = await task
-    assert completion.finish_reason is FinishReason.ABORT
+    assert completion.finish_reason is not FinishReason.ABORT
     assert len(completion.response_ids) == 0
     assert sample_value(name) == before + 1
 
