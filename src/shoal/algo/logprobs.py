@@ -156,5 +156,7 @@ def _grad_logits(
     grad.scatter_add_(1, token_ids[:, None], grad_picked[:, None])
     if entropy_part is not None:
         entropies, grad_entropies = entropy_part
-        grad -= grad_entropies[:, None] * probs * (logprobs + entropies[:, None])
+        # An entry of probability 0 has log-probability -inf, and 0 * inf would be NaN.
+        finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+        grad -= grad_entropies[:, None] * probs * (finite + entropies[:, None])
     return grad if temperature == 1.0 else grad / temperature
