@@ -117,6 +117,14 @@ def verify(
     raise typer.Exit(verify_weights(address, timeout_s, Console(), as_json=as_json))
 
 
+@app.command("check-cases")
+def check_cases_command(file: Annotated[Path, typer.Argument(help="numeric cases, schema math-cases/1")]) -> None:
+    """Run numeric cases through the functions that training calls; exit code 1 if one fails, 2 if the file cannot be used."""
+    from shoal.cli.check_cases import check_cases
+
+    raise typer.Exit(check_cases(file, Console(), Console(stderr=True)))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="step or push")]) -> None:
     """Measure: shoal bench step --size micro --samples 64 --max-new-tokens 64 --json (each has its own --help)."""
