@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,5 +273,6 @@ def build_pair(
     source = MemoryRecords(records)
     actor, critic = build_actor(config, context, source), build_critic(config, context, source)
     if overhead_tokens is not None:
-        actor._loader._overhead_tokens = critic._loader._overhead_tokens = overhead_tokens
+        for loader in (actor._loader, critic._loader):
+            loader._passes = replace(loader._passes, overhead_tokens=overhead_tokens)
     return actor, critic, source

@@ -27,7 +27,7 @@ from shoal_trainer.passes import (
     backward_over_ranks,
     graph,
     keeps_graph,
-    outcome_metrics,
+    loss_norm_length,
     read_mini_batches,
     run_updates,
     split_like,
@@ -39,10 +39,18 @@ from shoal_trainer.step_ledger import StepLedger, StepStage
 
 @dataclass(slots=True, kw_only=True)
 class _CriticMicroBatch:
-    """A micro-batch and its values, [B, T]; they have a graph only if it is kept."""
+    """A micro-batch and what was computed for it.
+
+    loss_mask: [B, T] bool, tokens whose loss counts.
+    values: [B, T]; with a graph only if it is kept.
+    bootstrap_values: [B] after the last token of truncated responses, 0 of others; without a graph.
+    returns: [B, T]; None until the actor has written them.
+    """
 
     batch: MicroBatch
+    loss_mask: Tensor
     values: Tensor
+    bootstrap_values: Tensor
     returns: Tensor | None = None
 
     @property
@@ -72,6 +80,7 @@ class Critic:
         self._model = model
         self._loader = loader
         self._loss = value_loss(config.algorithm)
+        self._norm_length = loss_norm_length(config)
         self._ledger: StepLedger[dict[str, float] | UpdateResult] = StepLedger(self.role)
         self._step: _CriticStep | None = None
         self.optimizer = Optimizer(model.parameters(), config.critic, context, planned_updates=config.planned_updates)
@@ -89,7 +98,7 @@ class Critic:
         self.optimizer.warm_up()
 
     def forward_batch(self, batch: Batch) -> dict[str, float]:
-        """Compute values and write the column `values`. Idempotent under the batch's step.
+        """Compute values and write the column `values`, and `bootstrap_values` if asked for. Idempotent under the batch's step.
 
         Raises: StateError: the step is over. Errors of reading or writing the records.
         """
@@ -101,9 +110,9 @@ class Critic:
         mini_batches = read_mini_batches(self._loader, batch, self._context, watch)
         has_graph = keeps_graph(mini_batches, self._algorithm, self._config.critic, self._context)
         with watch.time("forward_s"), graph(has_graph):
-            micro_batches = [_CriticMicroBatch(batch=micro, values=self._values(micro)) for micro in flatten(mini_batches)]
+            micro_batches = [self._estimate(micro) for micro in flatten(mini_batches)]
         with watch.time("write_s"), self._context.agreed():
-            self._loader.write_column("values", flatten(mini_batches), [micro.values for micro in micro_batches])
+            self._write_values(micro_batches)
         metrics = self._forward_metrics(micro_batches) | watch.seconds
         self._step = _CriticStep(mini_batches=mini_batches, micro_batches=micro_batches, has_graph=has_graph, metrics=metrics)
         self._ledger.begin(batch, metrics)
@@ -130,18 +139,19 @@ class Critic:
         def backward(micro: _CriticMicroBatch, counts: TrainedCounts) -> None:
             self._backward(micro, counts, current.has_graph, tally)
 
-        outcomes = run_updates(
+        updates = run_updates(
             split_like(current.micro_batches, current.mini_batches),
             backward,
-            lambda micro: micro.batch.response_mask,
+            lambda micro: micro.loss_mask,
             epochs=self._algorithm.epochs,
             optimizer=self.optimizer,
             context=self._context,
             watch=watch,
         )
-        metrics = current.metrics | self._update_metrics(tally, len(outcomes)) | self._explained(current.micro_batches)
-        metrics |= outcome_metrics(outcomes, self.optimizer) | watch.seconds
-        result = update_result(step, self.policy_version, outcomes, metrics)
+        metrics = current.metrics | self._update_metrics(tally, updates.num_steps) | self._explained(current.micro_batches)
+        result = update_result(step, self.policy_version, updates, metrics | watch.seconds, self._context)
+        if updates.num_without_tokens and current.has_graph:
+            forget_passes(self._model)
         self.policy_version = result.policy_version
         self._ledger.advance(StepStage.UPDATED, result)
         self._step = None
@@ -157,6 +167,27 @@ class Critic:
         mask = batch.response_mask
         return batch.pad(self._model(batch.inputs, batch.positions_before(mask)), mask)
 
+    def _estimate(self, batch: MicroBatch) -> _CriticMicroBatch:
+        """Values before each trained token and, if asked for, after the last token of truncated responses, in one pass."""
+        mask, cut = batch.response_mask, batch.truncated
+        positions = batch.positions_before(mask)
+        if not self._algorithm.bootstrap_truncated:
+            cut = torch.zeros_like(cut)
+        ends = batch.positions_of_last(cut)
+        values, bootstrap_values = self._model(batch.inputs, torch.cat((positions, ends))).split([len(positions), len(ends)])
+        return _CriticMicroBatch(
+            batch=batch,
+            loss_mask=batch.loss_mask(mask_truncated=self._algorithm.mask_truncated),
+            values=batch.pad(values, mask),
+            bootstrap_values=batch.pad(bootstrap_values.detach(), cut),
+        )
+
+    def _write_values(self, micro_batches: Sequence[_CriticMicroBatch]) -> None:
+        batches = [micro.batch for micro in micro_batches]
+        self._loader.write_column("values", batches, [micro.values for micro in micro_batches])
+        if self._algorithm.bootstrap_truncated:
+            self._loader.write_scalars("bootstrap_values", batches, [micro.bootstrap_values for micro in micro_batches])
+
     def _read_returns(self, micro_batches: Sequence[_CriticMicroBatch], step: int) -> None:
         try:
             returns = self._loader.read_column("returns", [micro.batch for micro in micro_batches])
@@ -167,10 +198,12 @@ class Critic:
 
     def _backward(self, micro: _CriticMicroBatch, counts: TrainedCounts, has_graph: bool, tally: Tally) -> None:
         assert micro.returns is not None, "read before the first backward"  # noqa: S101
-        mask = micro.batch.response_mask
+        mask = micro.loss_mask
         values = micro.values if has_graph else self._values(micro.batch)
         terms = self._loss(values, micro.old_values, micro.returns, mask)
-        loss = aggregate(terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation)
+        loss = aggregate(
+            terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation, norm_length=self._norm_length
+        )  # fmt: skip
         backward_over_ranks(loss, self._context)
         tally.add({**terms.sums, "loss": loss, "trained": mask.sum()}, terms.maxima)
 
@@ -186,7 +219,7 @@ class Critic:
     def _explained(self, micro_batches: Sequence[_CriticMicroBatch]) -> dict[str, float]:
         """Share of the returns' variance that the values of the forward explained; 0 for returns without spread."""
         mask = join_rows([micro.batch.response_mask for micro in micro_batches])
-        returns = join_rows([micro.batch.rewards if micro.returns is None else micro.returns for micro in micro_batches])
+        returns = join_rows([micro.old_values if micro.returns is None else micro.returns for micro in micro_batches])
         values = join_rows([micro.old_values for micro in micro_batches])
         spread = masked_moments(returns, mask, self._context.sum_over_ranks).variance().item()
         rest = masked_moments(returns - values, mask, self._context.sum_over_ranks).variance().item()

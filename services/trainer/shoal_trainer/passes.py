@@ -6,8 +6,10 @@ forward of the update. Its graph is kept then, and the update is a backward only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,9 +18,9 @@ from torch import Tensor
 from shoal.algo.aggregation import TrainedCounts, count_trained
 from shoal.config.algorithm import AlgorithmSection
 from shoal.config.gang import GangSection
+from shoal.config.models import RunConfig
 from shoal.telemetry.logs import get_logger
 from shoal.types import Batch, UpdateResult
-from shoal_trainer.batching import MicroBatch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.loading import BatchLoader, MiniBatches, flatten
 from shoal_trainer.metrics import Stopwatch
@@ -27,6 +29,43 @@ from shoal_trainer.optimizer import Optimizer, StepOutcome
 log = get_logger(__name__)
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """The optimizer steps of a batch.
+
+    outcomes: of those that had a trained token. num_without_tokens: the others; they are not made. lr: rate of the last, or of the next.
+    """
+
+    outcomes: tuple[StepOutcome, ...]
+    num_without_tokens: int
+    lr: float
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were asked for."""
+        return len(self.outcomes) + self.num_without_tokens
+
+    @property
+    def num_applied(self) -> int:
+        """Optimizer steps that changed parameters."""
+        return sum(outcome.applied for outcome in self.outcomes)
+
+    def metrics(self) -> dict[str, float]:
+        """Mean norm (0 where nothing was trained), rate, and steps that were made and skipped."""
+        return {
+            "grad_norm": sum(outcome.grad_norm for outcome in self.outcomes) / max(self.num_steps, 1),
+            "lr": self.lr,
+            "num_updates": float(self.num_applied),
+            "num_updates_skipped": float(self.num_steps - self.num_applied),
+        }
+
+    def why_skipped(self) -> str:
+        """Why steps were skipped: the worst reason."""
+        if any(not math.isfinite(outcome.grad_norm) for outcome in self.outcomes):
+            return "gradient_not_finite"
+        return "no_trained_token" if self.num_without_tokens else "gradient_zero"
 
 
 def keeps_graph(mini_batches: MiniBatches, algorithm: AlgorithmSection, gang: GangSection, context: RankContext) -> bool:
@@ -71,29 +110,30 @@ def run_updates(
     optimizer: Optimizer,
     context: RankContext,
     watch: Stopwatch,
-) -> list[StepOutcome]:
+) -> Updates:
     """Run every optimizer step of a batch.
 
     Args:
         mini_batches: one list of micro-batches per optimizer step of an epoch; as long on every rank.
         backward: computes the loss of one micro-batch, given the counts of its whole step, and its gradients.
-        mask_of: [B, T] bool mask of a micro-batch's trained tokens.
+        mask_of: [B, T] bool mask of the tokens whose loss counts.
         epochs: passes over the mini-batches.
         watch: gets backward_s (with the forward, where it is run again) and optimizer_s.
-    Returns: one outcome per optimizer step; a step without a trained token is not applied and has norm 0.
     """
-    outcomes = []
+    outcomes: list[StepOutcome] = []
+    num_without_tokens = 0
     for mini in (mini for _ in range(epochs) for mini in mini_batches):
         counts = count_trained([mask_of(item) for item in mini], context.sum_over_ranks)
         if counts.num_tokens == 0:
-            outcomes.append(StepOutcome(applied=False, grad_norm=0.0, lr=optimizer.lr))
+            num_without_tokens += 1
             continue
         with watch.time("backward_s"):
             for item in mini:
                 backward(item, counts)
         with watch.time("optimizer_s"):
             outcomes.append(optimizer.step())
-    return outcomes
+    lr = outcomes[-1].lr if outcomes else optimizer.lr
+    return Updates(outcomes=tuple(outcomes), num_without_tokens=num_without_tokens, lr=lr)
 
 
 def backward_over_ranks(loss: Tensor, context: RankContext) -> None:
@@ -102,30 +142,21 @@ def backward_over_ranks(loss: Tensor, context: RankContext) -> None:
     (loss * context.world_size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def update_result(step: int, policy_version: int, outcomes: Sequence[StepOutcome], metrics: dict[str, float]) -> UpdateResult:
-    """What an update answers; the version grows by one if any optimizer step was applied, else a warning is logged.
+def loss_norm_length(config: RunConfig) -> float:
+    """Constant divisor of seq_mean_token_sum_norm, in tokens."""
+    length = config.algorithm.loss_norm_length
+    return float(config.rollout.max_new_tokens if length is None else length)
+
+
+def update_result(step: int, policy_version: int, updates: Updates, metrics: dict[str, float], context: RankContext) -> UpdateResult:
+    """What an update answers; the version grows by one if any optimizer step was applied. Skipped steps are logged once.
 
     Args:
         policy_version: the one before the update.
-        metrics: with num_tokens and grad_norm.
+        metrics: of the command; those of the updates are added.
     """
-    applied = any(outcome.applied for outcome in outcomes)
-    if not applied:
-        log.warning("update_skipped", step=step, num_tokens=metrics["num_tokens"], grad_norm=metrics["grad_norm"])
-    return UpdateResult(policy_version=policy_version + int(applied), applied=applied, metrics=metrics)
-
-
-def outcome_metrics(outcomes: Sequence[StepOutcome], optimizer: Optimizer) -> dict[str, float]:
-    """Mean norm and last rate of a batch's optimizer steps, and how many were made and skipped."""
-    norms = [outcome.grad_norm for outcome in outcomes]
-    return {
-        "grad_norm": sum(norms) / max(len(norms), 1),
-        "lr": outcomes[-1].lr if outcomes else optimizer.lr,
-        "num_updates": float(sum(outcome.applied for outcome in outcomes)),
-        "num_updates_skipped": float(sum(not outcome.applied for outcome in outcomes)),
-    }
-
-
-def masks_of(micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """[B, T] masks of trained tokens, one per micro-batch."""
-    return [micro.response_mask for micro in micro_batches]
+    num_skipped = updates.num_steps - updates.num_applied
+    if num_skipped and context.rank == 0:
+        log.warning("update_skipped", step=step, reason=updates.why_skipped(), num_skipped=num_skipped, num_updates=updates.num_applied)
+    applied = updates.num_applied > 0
+    return UpdateResult(policy_version=policy_version + int(applied), applied=applied, metrics=metrics | updates.metrics())

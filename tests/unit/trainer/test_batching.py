@@ -38,13 +38,13 @@ def test_build_micro_batch_masks_untrained_tokens_and_puts_the_reward_on_the_las
     mask = np.array([True, True, False, True, False])
     micro = build([make_record(0, reward=2.5, response_mask=mask)])
     assert micro.response_mask.tolist() == [mask.tolist()]
-    assert micro.rewards.tolist() == [[0.0, 0.0, 0.0, 2.5, 0.0]]
+    assert micro.scores.tolist() == [2.5]
 
 
 def test_build_micro_batch_uses_token_rewards_as_given() -> None:
     rewards = np.array([0.1, 0.2, 0.3], np.float32)
     micro = build([make_record(0, num_response=3, token_rewards=rewards)])
-    assert micro.rewards.tolist() == [rewards.tolist()]
+    assert micro.token_rewards.tolist() == [rewards.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_build_micro_batch_masks_and_counts_records_that_cannot_be_trained_on(ch
     micro = build([good, make_record(1, **changes)])  # type: ignore[arg-type]
     assert micro.num_dropped == 1
     assert micro.response_mask.sum(dim=1).tolist() == [2, 0]
-    assert torch.isfinite(micro.rewards).all()
+    assert micro.scores.isnan().tolist() == [False, True]
     assert micro.inputs.input_ids.max() < VOCAB_SIZE
     assert micro.inputs.input_ids.min() >= 0
 
