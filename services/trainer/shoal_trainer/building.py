@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,15 @@ from shoal.vocabulary import sampled_vocab_size
 from shoal.weights.places import host_id
 from shoal_trainer.actor import Actor
 from shoal_trainer.buckets import pass_overhead_tokens
-from shoal_trainer.commands import TrainerCommands
+from shoal_trainer.commands import UPDATE, TrainerCommands
 from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext, prepare_thread, shared_random_id
 from shoal_trainer.export import Exporter
-from shoal_trainer.loading import BatchLoader, RecordSource
-from shoal_trainer.models import load_policy, load_value_model, named_shards, num_parameters
+from shoal_trainer.inputs import Layout, pack_rows
+from shoal_trainer.loading import BatchLoader, PassFormat, RecordSource
+from shoal_trainer.lora import AdaptersOff
+from shoal_trainer.merging import ServedWeights
+from shoal_trainer.models import PolicyModel, layout_for, load_policy, load_value_model, named_shards, num_parameters
 
 if TYPE_CHECKING:
     from shoal_trainer.weight_source import WeightSource
@@ -72,33 +76,57 @@ def build_rank(config: RunConfig, role: TrainerRole, context: RankContext) -> Ra
 
 def build_actor(config: RunConfig, context: RankContext, records: RecordSource) -> Actor:
     """Load the policy and, unless the KL enters nowhere, the reference."""
-    policy = load_policy(config.model.path, config.model, config.actor, context, trainable=True)
-    reference = None
-    if config.algorithm.has_reference:
-        path = config.model.path if config.model.reference_path is None else config.model.reference_path
-        reference = load_policy(path, config.model, config.actor, context, trainable=False)
-    loader = _loader(config, context, records, policy, policy.language_model.config)
+    policy = load_policy(config.model.path, config.model, config.actor, context, trainable=True, seed=config.run.seed)
+    reference = build_reference(config, context, policy) if config.algorithm.has_reference else None
+    loader = _loader(config, context, records, policy, policy.language_model.config, layout=layout_for(policy, reference))
     return Actor(config, context, policy, reference, loader)
+
+
+def build_reference(config: RunConfig, context: RankContext, policy: PolicyModel) -> PolicyModel | AdaptersOff:
+    """Load the reference; a policy with adapters is its own one, unless there is another path."""
+    path = config.model.path if config.model.reference_path is None else config.model.reference_path
+    if config.actor.lora is not None and path == config.model.path:
+        return AdaptersOff(policy)
+    return load_policy(path, config.model, config.actor, context, trainable=False)
 
 
 def build_critic(config: RunConfig, context: RankContext, records: RecordSource) -> Critic:
     """Load the value model."""
     model = load_value_model(config.model, config.critic, context)
-    loader = _loader(config, context, records, model, model.backbone.config)
+    feed_cut_ends = config.algorithm.bootstrap_truncated
+    layout = layout_for(model)
+    loader = _loader(config, context, records, model, model.backbone.config, layout=layout, feed_cut_ends=feed_cut_ends)
     return Critic(config, context, model, loader)
 
 
-def _loader(config: RunConfig, context: RankContext, records: RecordSource, module: nn.Module, model_config: Any) -> BatchLoader:  # noqa: ANN401
-    vocab_size = sampled_vocab_size(config.model.path, int(model_config.get_text_config().vocab_size))
-    overhead_tokens = pass_overhead_tokens(num_parameters(module), context.device)
-    return BatchLoader(records, context, config.run.id, vocab_size, overhead_tokens)
+def _loader(
+    config: RunConfig,
+    context: RankContext,
+    records: RecordSource,
+    module: nn.Module,
+    model_config: Any,  # noqa: ANN401 - transformers is untyped
+    *,
+    layout: Layout,
+    feed_cut_ends: bool = False,
+) -> BatchLoader:
+    # Packed sequences of different lengths waste nothing: a micro-batch is one pass.
+    overhead_tokens = math.inf if layout is pack_rows else pass_overhead_tokens(num_parameters(module), context.device)
+    passes = PassFormat(
+        vocab_size=sampled_vocab_size(config.model.path, int(model_config.get_text_config().vocab_size)),
+        overhead_tokens=overhead_tokens,
+        layout=layout,
+        component_names=tuple(config.reward.weights),
+        feed_cut_ends=feed_cut_ends,
+    )
+    return BatchLoader(records, context, config.run.id, passes)
 
 
 def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankParts:
     from shoal_trainer.weight_servicer import WeightCommands
 
-    exporter = Exporter(actor.module, config.model.path, context)
-    weights = WeightCommands(_weight_source(config, context, actor), lambda: actor.policy_version).handlers()
+    served = ServedWeights(named_shards(actor.module), config.actor.lora, context.device, lambda: actor.policy_version)
+    exporter = Exporter(actor.module, served, config.model.path, context)
+    weights = WeightCommands(_weight_source(config, context, actor, served), lambda: actor.policy_version).handlers()
     trainer = TrainerCommands(
         actor,
         lambda folder: exporter.export(folder, actor.policy_version),
@@ -106,13 +134,24 @@ def _actor_parts(config: RunConfig, context: RankContext, actor: Actor) -> RankP
     ).handlers()
     return RankParts(
         trainer=actor,
-        handlers={**trainer, **weights},
+        handlers={**trainer, UPDATE: _then(trainer[UPDATE], served.gather), **weights},
         independent=frozenset(weights),
         num_parameters=num_parameters(actor.module),
     )
 
 
-def _weight_source(config: RunConfig, context: RankContext, actor: Actor) -> WeightSource:
+def _then(handler: Callable[[bytes], bytes], afterwards: Callable[[], None]) -> Callable[[bytes], bytes]:
+    """Something more at the end of a command: pushes enter no collective, so what they need of other ranks is brought before."""
+
+    def run(payload: bytes) -> bytes:
+        answer = handler(payload)
+        afterwards()
+        return answer
+
+    return run
+
+
+def _weight_source(config: RunConfig, context: RankContext, actor: Actor, served: ServedWeights) -> WeightSource:
     from shoal.weights.transports.factory import open_source_transport
     from shoal_trainer.weight_source import SourceIdentity, WeightSource
 
@@ -123,7 +162,7 @@ def _weight_source(config: RunConfig, context: RankContext, actor: Actor) -> Wei
         place=Place(host_id=host_id(config.push.shm_dir), device=context.device.type),
     )
     return WeightSource(
-        named_shards(actor.module),
+        served.parameters,
         identity,
         open_source_transport(config.push, config.security),
         config.push,

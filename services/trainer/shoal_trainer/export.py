@@ -2,6 +2,9 @@
 
 Every rank takes part in gathering each parameter; only rank 0 keeps it, and only until its shard file is written. The folder appears under
 its name when it is complete: readers never see half of it.
+
+A policy with adapters is written merged, as engines serve it, and `adapter/` in the folder has the adapter alone, for peft to put on the
+base model.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal.config.gang import LoraSection
 from shoal.errors import CapacityError, InvalidRequestError
 from shoal.types import ExportResult
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.models import PolicyModel, named_shards
+from shoal_trainer.lora import ADAPTER, adapter_config, short_names
+from shoal_trainer.merging import MergedWeight, ServedWeights, whole_on_rank_0
+from shoal_trainer.models import PolicyModel
 
 SHARD_BYTES = 1 << 30
 """Largest safetensors file, and with it what rank 0 holds at once (a single larger parameter gets a file of its own)."""
@@ -44,12 +50,16 @@ class Exporter:
     """Exports one policy; every rank calls it.
 
     Args:
+        served: what is written of the policy.
         model_path: folder or id that the policy was loaded from; its tokenizer goes along.
         shard_bytes: largest safetensors file.
     """
 
-    def __init__(self, policy: PolicyModel, model_path: str, context: RankContext, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, policy: PolicyModel, served: ServedWeights, model_path: str, context: RankContext, shard_bytes: int = SHARD_BYTES
+    ) -> None:
         self._policy = policy
+        self._served = served
         self._model_path = model_path
         self._context = context
         self._shard_bytes = shard_bytes
@@ -69,6 +79,8 @@ class Exporter:
             with self._writing(folder):
                 self._make_room(target, partial)
             num_bytes = self._write_weights(partial, folder)
+            if self._served.lora is not None:
+                num_bytes += self._write_adapter(partial / "adapter", folder, self._served.lora)
             with self._writing(folder):
                 self._write_description(partial)
                 self._publish(partial, target)
@@ -86,9 +98,9 @@ class Exporter:
                 raise CapacityError(f"cannot write the export to {folder!r}: {error}; free space there or choose another path") from error
 
     def _write_weights(self, partial: Path, folder: str) -> int:
-        shards = _plan_shards(named_shards(self._policy), self._shard_bytes)
+        shards = _plan_shards(self._served.parameters, self._shard_bytes)
         for file_name, parameters in shards.items():
-            tensors = {name: whole for name, parameter in parameters.items() if (whole := self._gather(parameter)) is not None}
+            tensors = self._gather(parameters)
             with self._writing(folder):
                 if self._context.rank == 0:
                     save_file(tensors, partial / file_name, metadata={"format": "pt"})
@@ -99,12 +111,22 @@ class Exporter:
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         return total
 
-    def _gather(self, parameter: Tensor) -> Tensor | None:
-        """The whole parameter on rank 0's CPU; None on the other ranks."""
-        whole = parameter.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        return whole.cpu().contiguous() if self._context.rank == 0 else None
+    def _write_adapter(self, partial: Path, folder: str, lora: LoraSection) -> int:
+        adapters = self._served.adapters
+        tensors = self._gather({f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": one for name, one in adapters.items()})
+        with self._writing(folder):
+            if self._context.rank == 0:
+                partial.mkdir()
+                save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+                names = short_names(self._policy.language_model, self._served.adapted_layers)
+                adapter_config(lora, names, self._model_path).save_pretrained(partial)
+        return sum(_num_bytes(parameter) for parameter in adapters.values())
+
+    def _gather(self, parameters: Mapping[str, DTensor | MergedWeight]) -> dict[str, Tensor]:
+        """Whole parameters on rank 0's CPU; none on the other ranks."""
+        context = self._context
+        gathered = ((name, whole_on_rank_0(parameter, context.device, context.rank)) for name, parameter in parameters.items())
+        return {name: whole for name, whole in gathered if whole is not None}
 
     def _write_description(self, partial: Path) -> None:
         if self._context.rank != 0:
@@ -147,9 +169,9 @@ def copy_tokenizer(model_path: str, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def _plan_shards(parameters: Mapping[str, DTensor], shard_bytes: int) -> dict[str, dict[str, DTensor]]:
+def _plan_shards(parameters: Mapping[str, DTensor | MergedWeight], shard_bytes: int) -> dict[str, dict[str, DTensor | MergedWeight]]:
     """File name -> parameters, in order; as few files as the limit allows."""
-    groups: list[dict[str, DTensor]] = [{}]
+    groups: list[dict[str, DTensor | MergedWeight]] = [{}]
     filled = 0
     for name, parameter in parameters.items():
         size = _num_bytes(parameter)
@@ -163,5 +185,6 @@ def _plan_shards(parameters: Mapping[str, DTensor], shard_bytes: int) -> dict[st
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, start=1)}
 
 
-def _num_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+def _num_bytes(parameter: DTensor | MergedWeight) -> int:
+    live = parameter.base if isinstance(parameter, MergedWeight) else parameter
+    return live.numel() * live.element_size()

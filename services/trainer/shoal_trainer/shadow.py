@@ -65,12 +65,11 @@ class Shadow:
         for (name, box), one in self._slices.items():
             if one.version == version:
                 continue
-            live = self._tensors.piece(name, box)
             if one.values is None:
-                one.values = torch.empty(live.shape, dtype=getattr(torch, one.dtype), device=live.device)
+                one.values = torch.empty(box.sizes, dtype=getattr(torch, one.dtype), device=self._tensors.device(name))
             # Of no version while it is half copied.
             one.version = None
-            one.values.copy_(live)
+            self._tensors.copy_piece(name, box, one.values)
             one.version = version
 
     def _view(self, piece: Piece, dtype: str, version: int) -> Tensor | None:

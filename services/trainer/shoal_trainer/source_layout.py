@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -75,20 +75,35 @@ def held_boxes(name: str, parameter: DTensor | Tensor) -> tuple[HeldBox, ...]:
     raise TransportError(msg)
 
 
+class ComputedTensor(Protocol):
+    """A trained tensor that is computed where it is read; its shape, dtype and shards are those of `base`."""
+
+    @property
+    def base(self) -> DTensor | Tensor:
+        """The live parameter that it is like."""
+        ...
+
+    def write(self, held: HeldBox, box: Box, target: Tensor) -> None:
+        """Compute a box, which lies in a held one, into a tensor of the box's shape and any dtype."""
+        ...
+
+
 class HeldTensors:
-    """The parameters of one rank as a push sees them: which boxes it holds, and views of any part of these.
+    """The parameters of one rank as a push sees them: which boxes it holds, and the values of any part of these.
 
     Args:
-        named_parameters: Hugging Face name to live parameter.
+        named_parameters: Hugging Face name to live parameter, or to what is computed from several.
         rank: this process in the gang.
     Raises: TransportError: as `held_boxes`.
     """
 
-    def __init__(self, named_parameters: Mapping[str, DTensor | Tensor], rank: int) -> None:
-        self._parameters = dict(named_parameters)
+    def __init__(self, named_parameters: Mapping[str, DTensor | Tensor | ComputedTensor], rank: int) -> None:
         self._rank = rank
+        self._computed = {name: one for name, one in named_parameters.items() if not isinstance(one, Tensor)}
+        self._parameters = {name: one if isinstance(one, Tensor) else one.base for name, one in named_parameters.items()}
         self._held = {name: held_boxes(name, parameter) for name, parameter in self._parameters.items()}
-        self._frozen = frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
+        frozen = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
+        self._frozen = frozenset(frozen - self._computed.keys())
 
     def describe(self) -> tuple[SourceTensor, ...]:
         """Every tensor with the boxes of this rank alone; none where its shard is empty."""
@@ -110,6 +125,10 @@ class HeldTensors:
         """Bytes of an element of the live parameter."""
         return self._parameters[name].element_size()
 
+    def device(self, name: str) -> torch.device:
+        """Where this rank keeps its part."""
+        return local_tensor(self._parameters[name]).device
+
     def holder(self, name: str, box: Box) -> HeldBox:
         """The held box that a box of the whole tensor lies in.
 
@@ -121,11 +140,28 @@ class HeldTensors:
         msg = f"rank {self._rank} does not hold {boxes.describe(box)} of {name}; prepare the push again"
         raise TransportError(msg)
 
-    def piece(self, name: str, box: Box) -> Tensor:
-        """The elements of a box of the whole tensor: a view of the live parameter.
+    def piece(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """The elements of a box of the whole tensor: a view of the live parameter, or a new tensor of what is computed.
 
+        Args:
+            dtype: of what is computed; None is that of the live parameter, which views have always.
         Raises: TransportError: this rank does not hold it.
         """
+        if name in self._computed:
+            computed = torch.empty(box.sizes, dtype=self._parameters[name].dtype if dtype is None else dtype, device=self.device(name))
+            self.copy_piece(name, box, computed)
+            return computed
+        return self._view(name, box)
+
+    def copy_piece(self, name: str, box: Box, target: Tensor) -> None:
+        """Copy the elements of a box into a tensor of its shape and any dtype; holds no second copy. Raises: as `piece`."""
+        if name in self._computed:
+            with torch.no_grad():
+                self._computed[name].write(self.holder(name, box), box, target)
+        else:
+            target.copy_(self._view(name, box))
+
+    def _view(self, name: str, box: Box) -> Tensor:
         held = self.holder(name, box)
         view = local_tensor(self._parameters[name])
         for dim, (start, offset, size) in enumerate(zip(held.local_offsets, box.offsets, box.sizes, strict=True)):

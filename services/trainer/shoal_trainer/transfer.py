@@ -144,7 +144,8 @@ class Encoder:
         return known[bucket]
 
     def _live(self, bucket: Bucket) -> list[Tensor]:
-        return [self._tensors.piece(piece.source_name, piece.source_box) for piece in bucket.pieces]
+        dtype = torch_dtype(bucket.dtype)
+        return [self._tensors.piece(piece.source_name, piece.source_box, dtype) for piece in bucket.pieces]
 
 
 def send_to_all(

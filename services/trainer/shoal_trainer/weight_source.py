@@ -35,9 +35,9 @@ from shoal.weights.dtypes import item_bytes
 from shoal.weights.plan import ServerPlan
 from shoal.weights.planner import plan_push
 from shoal.weights.transports.base import SourceTransport
-from shoal.weights.transports.pieces import canonical_digest
+from shoal.weights.transports.pieces import canonical_digest, torch_dtype
 from shoal_trainer.shadow import Shadow
-from shoal_trainer.source_layout import HeldTensors
+from shoal_trainer.source_layout import ComputedTensor, HeldTensors
 from shoal_trainer.transfer import STUCK_GRACE_S, Encoder, PairPart, PushTo, ServerPart, failed, send_to_all
 
 log = get_logger(__name__)
@@ -79,7 +79,8 @@ class WeightSource:
     """One rank's weight source.
 
     Args:
-        named_parameters: Hugging Face name to live parameter; a plain tensor counts as replicated on every rank.
+        named_parameters: Hugging Face name to live parameter, or to what is computed from several; a plain tensor counts as replicated
+            on every rank.
         identity: this rank.
         transport: the trainer's end of all transports; closed by `close`.
         push: the run's settings.
@@ -90,7 +91,7 @@ class WeightSource:
 
     def __init__(
         self,
-        named_parameters: Mapping[str, DTensor | Tensor],
+        named_parameters: Mapping[str, DTensor | Tensor | ComputedTensor],
         identity: SourceIdentity,
         transport: SourceTransport,
         push: PushSection,
@@ -318,7 +319,7 @@ class WeightSource:
     def _piece_digests(self, part: ServerPart) -> Iterator[PieceDigests]:
         for pair in part.pairs:
             digests = (
-                canonical_digest(self._tensors.piece(piece.source_name, piece.source_box), bucket.dtype)
+                canonical_digest(self._tensors.piece(piece.source_name, piece.source_box, torch_dtype(bucket.dtype)), bucket.dtype)
                 for bucket in pair.buckets
                 for piece in bucket.pieces
             )

@@ -9,18 +9,19 @@ import pytest
 import torch
 from shoal_trainer import export
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.export import Exporter
-from shoal_trainer.models import PolicyModel, load_policy
+from shoal_trainer.export import SHARD_BYTES, Exporter
+from shoal_trainer.merging import ServedWeights
+from shoal_trainer.models import PolicyModel, load_policy, named_shards
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CapacityError, InvalidRequestError
-from tests.helpers.trainer_bench import run_config, save_policy
+from tests.helpers.trainer_bench import VOCAB_SIZE, run_config, save_policy
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     folder = save_policy(tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"last": VOCAB_SIZE - 1}}}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "unrelated.bin").write_text("x")
     return folder
@@ -35,11 +36,16 @@ def policy_of(folder: Path, context: RankContext) -> PolicyModel:
     return policy
 
 
+def exporter_of(policy: PolicyModel, folder: Path, context: RankContext, shard_bytes: int = SHARD_BYTES) -> Exporter:
+    served = ServedWeights(named_shards(policy), None, context.device, lambda: 0)
+    return Exporter(policy, served, str(folder), context, shard_bytes)
+
+
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 8000])
 def test_export_loads_with_the_trained_weights(model_folder: Path, tmp_path: Path, context: RankContext, shard_bytes: int) -> None:
     policy = policy_of(model_folder, context)
     target = tmp_path / "out" / "policy"
-    result = Exporter(policy, str(model_folder), context, shard_bytes).export(str(target), 7)
+    result = exporter_of(policy, model_folder, context, shard_bytes).export(str(target), 7)
     loaded = AutoModelForCausalLM.from_pretrained(target)
     original = AutoModelForCausalLM.from_pretrained(model_folder)
     for name, parameter in original.named_parameters():
@@ -60,7 +66,7 @@ def _index(target: Path) -> dict[str, dict[str, str]]:
 
 
 def test_export_twice_replaces_the_folder(model_folder: Path, tmp_path: Path, context: RankContext) -> None:
-    exporter = Exporter(policy_of(model_folder, context), str(model_folder), context)
+    exporter = exporter_of(policy_of(model_folder, context), model_folder, context)
     exporter.export(str(tmp_path / "policy"), 1)
     (tmp_path / "policy" / "stale").write_text("old")
     exporter.export(str(tmp_path / "policy"), 1)
@@ -71,7 +77,7 @@ def test_export_twice_replaces_the_folder(model_folder: Path, tmp_path: Path, co
 def test_export_that_cannot_be_written_leaves_the_old_folder(
     model_folder: Path, tmp_path: Path, context: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exporter = Exporter(policy_of(model_folder, context), str(model_folder), context)
+    exporter = exporter_of(policy_of(model_folder, context), model_folder, context)
     exporter.export(str(tmp_path / "policy"), 1)
 
     def no_space(*_args: object, **_kwargs: object) -> None:
@@ -85,7 +91,7 @@ def test_export_that_cannot_be_written_leaves_the_old_folder(
 
 
 def test_export_refuses_a_relative_path_and_a_file(model_folder: Path, tmp_path: Path, context: RankContext) -> None:
-    exporter = Exporter(policy_of(model_folder, context), str(model_folder), context)
+    exporter = exporter_of(policy_of(model_folder, context), model_folder, context)
     with pytest.raises(InvalidRequestError, match="absolute"):
         exporter.export("policy", 1)
     (tmp_path / "taken").write_text("x")
