@@ -143,7 +143,7 @@ def remax_estimator(inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_
     """
     if inputs.baselines is None:
         raise ValueError("remax needs baselines, the reward of one greedy answer per prompt; generate and score it")
-    baselines = inputs.baselines.to(inputs.rewards.dtype)[:, None].expand(inputs.response_mask.shape)
+    baselines = inputs.baselines.detach().to(inputs.rewards.dtype)[:, None].expand(inputs.response_mask.shape)
     mask = scored_mask(inputs) & ~baselines.isnan()
     returns = reward_to_go(inputs.rewards, mask, gamma=1.0)
     return select(returns - baselines, mask), returns

@@ -182,15 +182,19 @@ def gdpo_advantages(
 
 
 def _outcomes(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Sum of each row's rewards (NaN if any trained token's is NaN, or no token is trained) and its group."""
+    """Sum of each row's rewards, [B] float64 (NaN if any trained token's is NaN, or no token is trained), and its group.
+
+    In float32 the sum, and with it whether a group has spread, would depend on the width of the padding.
+    """
     if inputs.group_index is None:
         raise ValueError("a group estimator needs group_index and num_groups")
-    scores = select(inputs.rewards, inputs.response_mask).sum(dim=1)
+    scores = select(inputs.rewards.detach().double(), inputs.response_mask).sum(dim=1)
     return torch.where(inputs.response_mask.any(dim=1), scores, torch.nan), inputs.group_index
 
 
-def _spread_over_tokens(advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = select(advantages[:, None].expand(response_mask.shape), response_mask)
+def _spread_over_tokens(advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    mask = inputs.response_mask
+    tokens = select(advantages.to(inputs.rewards.dtype)[:, None].expand(mask.shape), mask)
     return tokens, tokens
 
 
@@ -207,7 +211,7 @@ def grpo_estimator(
     advantages = grpo_advantages(
         scores, group_index, inputs.num_groups, sum_over_ranks, group_std=group_std, group_eps=group_eps, group_baseline=group_baseline
     )
-    return _spread_over_tokens(advantages, inputs.response_mask)
+    return _spread_over_tokens(advantages, inputs)
 
 
 def dr_grpo_estimator(
@@ -223,7 +227,7 @@ def dr_grpo_estimator(
 def rloo_estimator(inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
     """`rloo_advantages` of the rows' reward sums, the same for every trained token. Returns: advantages twice, each [B, T]."""
     scores, group_index = _outcomes(inputs)
-    return _spread_over_tokens(rloo_advantages(scores, group_index, inputs.num_groups, sum_over_ranks), inputs.response_mask)
+    return _spread_over_tokens(rloo_advantages(scores, group_index, inputs.num_groups, sum_over_ranks), inputs)
 
 
 def gdpo_estimator(
@@ -242,10 +246,10 @@ def gdpo_estimator(
     scores, group_index = _outcomes(inputs)
     if inputs.components is None:
         raise ValueError("gdpo needs components; name them and their weights in reward.weights")
-    components = torch.where(scores.isnan()[:, None], torch.nan, inputs.components)
+    components = torch.where(scores.isnan()[:, None], torch.nan, inputs.components.detach().double())
     weights, num_groups = inputs.component_weights, inputs.num_groups
     advantages = gdpo_advantages(components, weights, group_index, num_groups, sum_over_ranks, group_std=group_std, group_eps=group_eps)
-    return _spread_over_tokens(advantages.to(scores.dtype), inputs.response_mask)
+    return _spread_over_tokens(advantages, inputs)
 
 
 def reinforce_pp_baseline_estimator(inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
@@ -258,5 +262,5 @@ def reinforce_pp_baseline_estimator(inputs: AdvantageInputs, sum_over_ranks: Sum
     centred = centred_scores(scores, group_statistics(scores, group_index, inputs.num_groups, sum_over_ranks))
     mask = scored_mask(inputs)
     tokens = select(centred[:, None].expand(mask.shape), mask)
-    whitened = whiten(tokens, mask, masked_moments(tokens, mask, sum_over_ranks), ddof=1).to(scores.dtype)
+    whitened = whiten(tokens, mask, masked_moments(tokens, mask, sum_over_ranks), ddof=1).to(inputs.rewards.dtype)
     return whitened, whitened
