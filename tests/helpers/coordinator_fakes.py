@@ -121,16 +121,18 @@ def scored_one(sample: ScoreSample) -> ScoreResult:
 
 @dataclass
 class FakeReward:
-    """Scores with a function; calls holds the samples of every call."""
+    """Scores with a function; calls holds the samples of every call, scorers the name and version that it asked for."""
 
     score_one: Callable[[ScoreSample], ScoreResult] = scored_one
     failures: list[Exception] = field(default_factory=list)
     calls: list[list[ScoreSample]] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
+    scorers: list[tuple[str, str]] = field(default_factory=list)
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
         """See the class."""
         self.calls.append(list(samples))
+        self.scorers.append((scorer, version))
         self.timeouts_s.append(timeout_s)
         if self.failures:
             raise self.failures.pop(0)
@@ -141,6 +143,7 @@ class FakeTokenizer:
     """Ids are character codes."""
 
     tokenizer_hash = "hash"
+    bos_token_id: int | None = None
 
     def text(self, prompt: Prompt) -> str:
         """Strings as they are; messages joined."""

@@ -1,24 +1,24 @@
-"""Scores generated groups through the reward servers; several groups share one call.
+"""Scores generated groups through the reward servers; several groups of one scorer share one call.
 
-"Not scored" is not 0: a sample whose scorer declined, raised, answered NaN or could not be reached keeps that status and
-reaches no advantage. Only UnavailableError is retried, and only here: on another server, or on the same one with full jitter.
-A scorer that does not exist fails the run at once.
+With reward.sources each group goes to the scorer of its row's source. "Not scored" is not 0: a sample whose scorer declined, raised,
+answered NaN or could not be reached keeps that status and reaches no advantage. Only UnavailableError is retried, and only here: on
+another server, or on the same one with full jitter. A scorer that does not exist fails the run at once: the first call asks for all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.config.models import RewardSection
-from shoal.errors import InternalError, InvalidRequestError, NotFoundError, ShoalError, UnavailableError
+from shoal.errors import InvalidRequestError, NotFoundError, ShoalError, UnavailableError
 from shoal.rpc.retry import jittered_delay_s
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 from shoal_coordinator.dispatcher import GeneratedGroup
+from shoal_coordinator.rewards import checked_results, weighted
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
 from shoal_coordinator.tokenizing import PromptTokenizer
@@ -48,15 +48,16 @@ class ScoredGroup:
 
 
 class GroupScorer:
-    """Scores groups with the configured scorer; used from the event loop alone.
+    """Scores groups with the configured scorers; used from the event loop alone.
 
     Args:
         pool: reward servers; changes at any time.
-        config: scorer, version, deadline.
+        config: scorers, version, weights, deadline.
         tokenizer: decodes responses.
         clock: counts open calls as reward time.
         wait_for_server_s: how long a call may stay unanswered for want of a server, beside its own deadline; a server that
             is being restarted comes back meanwhile.
+        source_key: column that names a row's source; all rows were checked against reward.sources when they were loaded.
     """
 
     def __init__(
@@ -67,13 +68,21 @@ class GroupScorer:
         clock: StageClock,
         *,
         wait_for_server_s: float,
+        source_key: str = "data_source",
     ) -> None:
         self._pool = pool
         self._config = config
         self._tokenizer = tokenizer
         self._clock = clock
         self._wait_for_server_s = wait_for_server_s
+        self._source_key = source_key
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._unseen = set(self.scorers)
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """Names of all scorers of the run, sorted."""
+        return tuple(sorted(set(self._config.sources.values()))) or (self._config.scorer,)
 
     async def score(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
         """Score groups, in order.
@@ -82,25 +91,60 @@ class GroupScorer:
             NotFoundError: no such scorer or version.
             InvalidRequestError: the scorer refuses the request as such.
         """
-        chunks = [groups[start : start + GROUPS_PER_CALL] for start in range(0, len(groups), GROUPS_PER_CALL)]
+        chunks = self._chunks(groups)
+        called = {name for name, places in chunks if any(groups[place].completions for place in places)}
         try:
             async with asyncio.TaskGroup() as calls:
-                scoring = [calls.create_task(self._score_chunk(chunk)) for chunk in chunks]
+                # A scorer of few rows would be missed only when the first of them comes.
+                asked = [calls.create_task(self._ask_for(name)) for name in sorted(self._unseen - called) if called]
+                scoring = [calls.create_task(self._score_chunk(name, [groups[place] for place in places])) for name, places in chunks]
         except* ShoalError as errors:
             raise first_error(errors) from None
-        return [scored for task in scoring for scored in task.result()]
+        self._unseen -= called | {name for task in asked if (name := task.result()) is not None}
+        places = [place for _, own in chunks for place in own]
+        scored = [group for task in scoring for group in task.result()]
+        return [group for _, group in sorted(zip(places, scored, strict=True), key=lambda pair: pair[0])]
 
-    async def _score_chunk(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
+    def _chunks(self, groups: Sequence[GeneratedGroup]) -> list[tuple[str, list[int]]]:
+        """Places of the groups that share a call, with the scorer to call."""
+        places: dict[str, list[int]] = {}
+        for place, group in enumerate(groups):
+            places.setdefault(self._scorer_of(group), []).append(place)
+        return [
+            (name, own[start : start + GROUPS_PER_CALL]) for name, own in places.items() for start in range(0, len(own), GROUPS_PER_CALL)
+        ]
+
+    def _scorer_of(self, group: GeneratedGroup) -> str:
+        if not self._config.sources:
+            return self._config.scorer
+        return self._config.sources[str(group.task.row[self._source_key])]
+
+    def _version_of(self, scorer: str) -> str:
+        """reward.version is that of reward.scorer; of other scorers the newest is asked for."""
+        return self._config.version if scorer == self._config.scorer else ""
+
+    async def _ask_for(self, scorer: str) -> str | None:
+        """Ask a server for a scorer without scoring; returns its name if one answered."""
+        try:
+            await self._call_servers(scorer, (), self._config.timeout_s)
+        except NotFoundError as error:
+            raise self._cannot_score(scorer, error) from error
+        except ShoalError:
+            # Whatever else is wrong shows, and is dealt with, when there is something to score.
+            return None
+        return scorer
+
+    async def _score_chunk(self, scorer: str, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
         samples = self._samples(groups)
         async with self._slots:
             with self._clock.measure(Stage.REWARD):
-                service, version, results = await self._call(samples, self._config.timeout_s * len(groups))
+                service, version, results = await self._call(scorer, samples, self._config.timeout_s * len(groups))
         scored: list[ScoredGroup] = []
         start = 0
         for group in groups:
             end = start + len(group.completions)
             own = tuple(results[start:end])
-            scored.append(ScoredGroup(group=group, results=own, scorer=self._config.scorer, service=service, service_version=version))
+            scored.append(ScoredGroup(group=group, results=own, scorer=scorer, service=service, service_version=version))
             start = end
         return scored
 
@@ -119,21 +163,29 @@ class GroupScorer:
             for (group, completion), text in zip(pairs, texts, strict=True)
         ]
 
-    async def _call(self, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, str, list[ScoreResult]]:
+    async def _call(self, scorer: str, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, str, list[ScoreResult]]:
         """Returns the service's id, the scorer's version and one checked result per sample."""
         if not samples:
-            return "", self._config.version, []
+            return "", self._version_of(scorer), []
         try:
-            service, (version, results) = await self._call_servers(samples, timeout_s)
-            return service, version, checked_results(samples, results)
+            service, (version, results) = await self._call_servers(scorer, samples, timeout_s)
+            checked = checked_results(samples, results)
+            return service, version, [weighted(result, self._config.weights, scorer) for result in checked]
         except (NotFoundError, InvalidRequestError) as error:
-            raise type(error)(f"reward.scorer {self._config.scorer!r} cannot score: {error}") from error
+            raise self._cannot_score(scorer, error) from error
         except ShoalError as error:
             message = f"{type(error).__name__}: {error}"
             failed = [ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message=message) for sample in samples]
-            return "", self._config.version, failed
+            return "", self._version_of(scorer), failed
 
-    async def _call_servers(self, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, tuple[str, list[ScoreResult]]]:
+    def _cannot_score(self, scorer: str, error: NotFoundError | InvalidRequestError) -> ShoalError:
+        sources = sorted(source for source, name in self._config.sources.items() if name == scorer)
+        setting = f"reward.sources of {', '.join(sources)}:" if sources else "reward.scorer"
+        return type(error)(f"{setting} {scorer!r} cannot score: {error}")
+
+    async def _call_servers(
+        self, scorer: str, samples: Sequence[ScoreSample], timeout_s: float
+    ) -> tuple[str, tuple[str, list[ScoreResult]]]:
         """Ask the least loaded server; where it is unavailable, another one, its successor, or the same one again."""
         deadline = time.monotonic() + timeout_s + self._wait_for_server_s
         num_tokens = sum(sample.num_response_tokens for sample in samples)
@@ -144,7 +196,8 @@ class GroupScorer:
             left_s = min(timeout_s, max(0.001, deadline - time.monotonic()))
             try:
                 with self._pool.working(server, num_tokens):
-                    return server.server_id, await server.client.score(self._config.scorer, self._config.version, samples, timeout_s=left_s)
+                    answer = await server.client.score(scorer, self._version_of(scorer), samples, timeout_s=left_s)
+                    return server.server_id, answer
             except UnavailableError:
                 failed_on.append(server.server_id)
                 pause_s = jittered_delay_s(len(failed_on))
@@ -158,24 +211,3 @@ def first_error(errors: BaseExceptionGroup[ShoalError]) -> ShoalError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def checked_results(samples: Sequence[ScoreSample], results: Sequence[ScoreResult]) -> list[ScoreResult]:
-    """Match results to samples; a score that is not finite, or per-token rewards of another length, become errors.
-
-    Raises: InternalError: the answer is for other samples.
-    """
-    if [result.sample_id for result in results] != [sample.sample_id for sample in samples]:
-        raise InternalError(f"the reward server answered {len(results)} results that do not match the {len(samples)} samples in order")
-    return [_checked(sample, result) for sample, result in zip(samples, results, strict=True)]
-
-
-def _checked(sample: ScoreSample, result: ScoreResult) -> ScoreResult:
-    if result.status is not ScoreStatus.SCORED:
-        return result
-    if not math.isfinite(result.value):
-        return replace(result, status=ScoreStatus.ERROR, value=0.0, message=f"the score is {result.value}: it should be finite")
-    if result.token_values and len(result.token_values) != sample.num_response_tokens:
-        message = f"{len(result.token_values)} per-token rewards for {sample.num_response_tokens} tokens"
-        return replace(result, status=ScoreStatus.ERROR, value=0.0, message=message)
-    return result

@@ -34,6 +34,10 @@ class PromptTokenizer(Protocol):
     def tokenizer_hash(self) -> str:
         """Changes with the vocabulary, the rules and the chat template."""
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id that starts a prompt, if the tokenizer has one."""
+
     def text(self, prompt: Prompt) -> str:
         """The prompt as the scorers see it: the string itself, or the rendered chat."""
 
@@ -72,10 +76,27 @@ class HuggingFaceTokenizer:
         return self._hash
 
     @property
+    def bos_token_id(self) -> int | None:
+        """Id that starts a prompt, if the tokenizer names one."""
+        return self._bos_id
+
+    @property
     def eos_token_id(self) -> int | None:
         """Id that ends a response, if the tokenizer names one."""
         eos: int | None = self._tokenizer.eos_token_id
         return eos
+
+    def ids_of_token(self, text: str) -> list[int]:
+        """The one id of a token by its text; several, or none, where the text is no single token.
+
+        An entry of the vocabulary is taken as it is written there; other text, such as a line break, is tokenised.
+        """
+        entry: int | None = self._tokenizer.get_vocab().get(text)
+        if entry is not None:
+            return [entry]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        # An unknown text is one id in some vocabularies: that of everything unknown.
+        return [] if ids == [self._tokenizer.unk_token_id] else ids
 
     def text(self, prompt: Prompt) -> str:
         """Render a prompt; chat messages get the generation prompt appended.
@@ -161,12 +182,6 @@ def read_model_limits(path: str) -> ModelLimits:
         max_context=_int_or_none(config.get("max_position_embeddings")),
         eos_token_ids=_as_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
     )
-
-
-def stop_ids(tokenizer: HuggingFaceTokenizer, limits: ModelLimits) -> tuple[int, ...]:
-    """Ids that end a response: the model's own and the tokenizer's."""
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return tuple(sorted({*limits.eos_token_ids, *own}))
 
 
 def _adds_bos(tokenizer: Any) -> bool:  # noqa: ANN401 - see above

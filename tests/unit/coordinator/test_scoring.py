@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup, checked_results
+from shoal_coordinator.rewards import checked_results
+from shoal_coordinator.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits, stop_ids
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
+from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits
 
 from shoal.errors import ConfigError, DataError
+from tests.helpers.tiny_tokenizers import BOS_ID as BOS
+from tests.helpers.tiny_tokenizers import WITH_BOS, WITHOUT_BOS, A, B, save_tokenizer
 
-BOS, A, B = 1, 3, 4
-WITH_BOS = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-WITHOUT_BOS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CHAT = [{"role": "user", "content": "ab"}]
 
 SaveTokenizer = Callable[..., Path]
@@ -25,21 +23,7 @@ SaveTokenizer = Callable[..., Path]
 
 @pytest.fixture
 def save(tmp_path: Path) -> SaveTokenizer:
-    def saved(*, adds_bos: bool, template: str | None = None, bos: str | None = "<bos>") -> Path:
-        vocab = {"<pad>": 0, "<bos>": BOS, "<eos>": 2, "a": A, "b": B}
-        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))  # noqa: S106
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        if adds_bos:
-            tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-        from transformers import PreTrainedTokenizerFast
-
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token=bos, eos_token="<eos>")  # noqa: S106
-        fast.chat_template = template
-        fast.save_pretrained(tmp_path)
-        return tmp_path
-
-    return saved
+    return functools.partial(save_tokenizer, tmp_path)
 
 
 def ids_of(tokenizer: HuggingFaceTokenizer, prompt: str | list[dict[str, object]]) -> list[int]:
@@ -122,11 +106,6 @@ def test_limits_come_from_the_configs(tmp_path: Path) -> None:
 def test_limits_without_generation_config_or_context(tmp_path: Path) -> None:
     path = write_config(tmp_path, {"text_config": {"vocab_size": 9, "eos_token_id": 2}})
     assert read_model_limits(path) == ModelLimits(vocab_size=9, max_context=None, eos_token_ids=(2,))
-
-
-def test_stop_ids_are_those_of_model_and_tokenizer(save: SaveTokenizer) -> None:
-    limits = ModelLimits(vocab_size=9, max_context=None, eos_token_ids=(5, 2))
-    assert stop_ids(load_tokenizer(str(save(adds_bos=True))), limits) == (2, 5)
 
 
 @pytest.mark.parametrize(("content", "match"), [(None, "no readable config.json"), ("{}", "no vocab_size"), ("{", "unreadable")])
