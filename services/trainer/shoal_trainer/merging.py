@@ -160,8 +160,8 @@ class ServedWeights:
                 self.adapters[name] = parameter
             elif lora is not None and name.endswith(f"{_BASE}weight"):
                 served = name.replace(_BASE, ".")
-                factors = (named_parameters[name.replace(_BASE, part)] for part in (_DOWN, _UP))
-                self.parameters[served] = MergedWeight(served, parameter, *factors, lora.alpha / lora.rank, policy_version)
+                down, up = (named_parameters[name.replace(_BASE, part)] for part in (_DOWN, _UP))
+                self.parameters[served] = MergedWeight(served, parameter, down, up, lora.alpha / lora.rank, policy_version)
             else:
                 self.parameters[name.replace(_BASE, ".")] = parameter
         self.gather()
