@@ -26,7 +26,7 @@ class BosTokenizer(FakeTokenizer):
 
     bos_token_id = BOS_ID
 
-    def encode(self, texts: Collection[str]) -> list[Int32Array]:  # type: ignore[override]  # a collection is enough
+    def encode(self, texts: Collection[str]) -> list[Int32Array]:
         """BOS and one id a character."""
         return [np.array([BOS_ID, *map(ord, text)], np.int32) for text in texts]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.rewards import checked_results
 from shoal_coordinator.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
@@ -31,12 +30,6 @@ def make_scorer(timeout_s: float = 2.0, wait_for_server_s: float = 30.0, **serve
 def scorer_on(pool: ServerPool[RewardEndpoint], timeout_s: float, wait_for_server_s: float) -> GroupScorer:
     config = RewardSection(scorer="sum", timeout_s=timeout_s)
     return GroupScorer(pool, config, FakeTokenizer(), StageClock(), wait_for_server_s=wait_for_server_s)
-
-
-def make_sample(num_response_tokens: int = 2) -> ScoreSample:
-    return ScoreSample(
-        sample_id="s", prompt="p", response="r", row={}, finish_reason=FinishReason.STOP, num_response_tokens=num_response_tokens
-    )
 
 
 def statuses(scored: ScoredGroup) -> list[ScoreStatus]:
@@ -129,23 +122,94 @@ async def test_unknown_scorer_or_refused_request_fails_the_run(error: ShoalError
         await make_scorer(a=FakeReward(failures=[error])).score([make_group()])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_score_that_is_not_finite_is_an_error(value: float) -> None:
-    (result,) = checked_results([make_sample()], [ScoreResult(sample_id="s", status=ScoreStatus.SCORED, value=value)])
-    assert result.status is ScoreStatus.ERROR
-    assert str(value) in result.message
+def group_of(source: str, uid: str, num_samples: int = 2) -> GeneratedGroup:
+    group = make_group(uid, num_samples)
+    return replace(group, task=replace(group.task, row={"answer": uid, "kind": source}))
 
 
-def test_per_token_rewards_of_another_length_are_an_error() -> None:
-    good = ScoreResult(sample_id="s", status=ScoreStatus.SCORED, value=1.0, token_values=(0.5, 0.5))
-    assert checked_results([make_sample(2)], [good]) == [good]
-    (bad,) = checked_results([make_sample(3)], [good])
-    assert (bad.status, bad.message) == (ScoreStatus.ERROR, "2 per-token rewards for 3 tokens")
+def router(server: RewardEndpoint, **settings: object) -> GroupScorer:
+    config = RewardSection.model_validate({"sources": {"sums": "exact", "code": "run", "maths": "exact"}, **settings})
+    pool: ServerPool[RewardEndpoint] = reward_pool()
+    pool.add("r", server)
+    return GroupScorer(pool, config, FakeTokenizer(), StageClock(), wait_for_server_s=1.0, source_key="kind")
 
 
-def test_results_of_other_samples_are_refused() -> None:
-    result = ScoreResult(sample_id="s", status=ScoreStatus.SCORED)
-    with pytest.raises(InternalError, match="2 results"):
-        checked_results([make_sample()], [result, result])
-    with pytest.raises(InternalError, match="do not match"):
-        checked_results([make_sample()], [replace(result, sample_id="t")])
+async def test_groups_of_one_step_go_to_the_scorers_of_their_sources() -> None:
+    server = FakeReward()
+    groups = [group_of(source, f"g{place}") for place, source in enumerate(("code", "sums", "code", "maths"))]
+    scored = await router(server).score(groups)
+    assert [(group.group.task.uid, group.scorer) for group in scored] == [("g0", "run"), ("g1", "exact"), ("g2", "run"), ("g3", "exact")]
+    assert [[result.sample_id for result in group.results] for group in scored] == [
+        [f"g{place}/{i}/1" for i in (0, 1)] for place in range(4)
+    ]
+    uids = [sorted({sample.sample_id.split("/")[0] for sample in call}) for call in server.calls]
+    assert sorted(zip(server.scorers, uids, strict=True)) == [(("exact", ""), ["g1", "g3"]), (("run", ""), ["g0", "g2"])]
+
+
+async def test_order_is_kept_when_calls_of_several_scorers_are_split() -> None:
+    sources = ["code" if place % 3 else "sums" for place in range(4 * GROUPS_PER_CALL)]
+    groups = [group_of(source, f"g{place}", 1) for place, source in enumerate(sources)]
+    scored = await router(FakeReward()).score(groups)
+    assert [group.group.task.uid for group in scored] == [f"g{place}" for place in range(4 * GROUPS_PER_CALL)]
+
+
+async def test_version_is_that_of_the_default_scorer_alone() -> None:
+    server = FakeReward()
+    await router(server, scorer="run", version="7").score([group_of("code", "a"), group_of("sums", "b")])
+    assert sorted(server.scorers) == [("exact", ""), ("run", "7")]
+
+
+class LacksOne(FakeReward):
+    """Has no scorer `run`."""
+
+    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
+        """See FakeReward."""
+        if scorer == "run":
+            raise NotFoundError("known: exact")
+        return await super().score(scorer, version, samples, timeout_s=timeout_s)
+
+
+async def test_scorer_of_a_rare_source_is_missed_at_the_first_call() -> None:
+    with pytest.raises(NotFoundError, match=r"reward\.sources of code: 'run' cannot score: known: exact"):
+        await router(LacksOne()).score([group_of("sums", "a")])
+
+
+async def test_other_scorers_are_asked_for_once_and_without_samples() -> None:
+    server = FakeReward()
+    scorer = router(server)
+    assert scorer.scorers == ("exact", "run")
+    for uid in ("a", "b"):
+        await scorer.score([group_of("sums", uid)])
+    await scorer.score([group_of("code", "c")])
+    empty = [name for (name, _), samples in zip(server.scorers, server.calls, strict=True) if not samples]
+    assert empty == ["run"]
+
+
+async def test_other_scorer_that_cannot_be_asked_for_now_is_asked_for_again() -> None:
+    class Busy(FakeReward):
+        async def score(
+            self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float
+        ) -> tuple[str, list[ScoreResult]]:
+            if not samples and len([name for name, _ in self.scorers if name == "exact"]) < 2:
+                raise DeadlineError("late")
+            return await super().score(scorer, version, samples, timeout_s=timeout_s)
+
+    server = Busy()
+    scorer = router(server)
+    for uid in ("a", "b", "c", "d"):
+        await scorer.score([group_of("sums", uid)])
+    assert [name for name, _ in server.scorers].count("run") == 1
+
+
+async def test_reward_is_the_weighted_sum_of_the_components() -> None:
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        parts = {"correct": 1.0, "format": 0.5, "length": 9.0} if sample.sample_id.startswith("x/0") else {"correct": 1.0}
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=sum(parts.values()), components=parts)
+
+    config = RewardSection(scorer="sum", weights={"correct": 2.0, "format": -1.0})
+    scorer = GroupScorer(reward_pool(r=FakeReward(score_one)), config, FakeTokenizer(), StageClock(), wait_for_server_s=1.0)
+    (scored,) = await scorer.score([make_group("x")])
+    first, second = scored.results
+    assert (first.value, first.components) == (1.5, {"correct": 1.0, "format": 0.5, "length": 9.0})
+    assert (second.status, second.value) == (ScoreStatus.ERROR, 0.0)
+    assert second.message == "component 'format' of reward.weights is missing (the scorer gave correct)"
