@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from shoal_coordinator.kl_controller import KlCoefficients
+from shoal_coordinator.loop_state import STATE_NAME, GangMark, StateFile, loop_state
+from shoal_coordinator.prompts import PromptPosition
+from shoal_coordinator.report import write_json_atomically
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from shoal.config.load import build_config, dump_config
+from shoal.types import ServiceKind
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"0123456789+="]
 POLL_S = 0.02
@@ -60,6 +65,13 @@ def write_config(folder: Path, redis_url: str, **sections: dict[str, Any]) -> Pa
     path = folder / "config.yaml"
     dump_config(build_config(tree), path)
     return path
+
+
+def write_state(folder: Path, step: int) -> None:
+    """As an earlier coordinator of the run has left it beside gangs that have trained so many steps."""
+    gangs = {kind: GangMark(incarnation="any", step=step) for kind in (ServiceKind.ACTOR, ServiceKind.CRITIC)}
+    state = loop_state(step, gangs, PromptPosition(), KlCoefficients(kl_coef=0.0, kl_loss_coef=0.0))
+    write_json_atomically(folder / "run" / STATE_NAME, StateFile(run_id="test", current=state).model_dump(mode="json"))
 
 
 @dataclass(slots=True, kw_only=True)

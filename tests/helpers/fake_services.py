@@ -284,7 +284,7 @@ class FakeGang(FakeService, trainer_pb2_grpc.TrainerServiceServicer):
         if self.fail_update_at == request.step:
             raise InternalError("scripted failure of the update")
         self.calls.append(f"update {request.step}")
-        self.policy_version = request.step
+        self.policy_version += 1
         metrics = {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-5}
         return update_result_to_proto(UpdateResult(policy_version=self.policy_version, applied=True, metrics=metrics))
 

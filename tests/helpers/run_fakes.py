@@ -16,9 +16,10 @@ from typing import Any, Self
 
 import numpy as np
 from shoal_coordinator.app import Coordinator
+from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.evaluation import Evaluation
-from shoal_coordinator.experience import CollectedExperience
-from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink
+from shoal_coordinator.prompts import PromptPosition
 from shoal_coordinator.states import RunState
 from shoal_coordinator.workload import Workload
 
@@ -98,6 +99,8 @@ class ScriptedTrainer:
         self.fail: dict[str, ShoalError] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.applies = True
+        self.kl_per_response = 1.0
+        self.kl_coefs: list[tuple[float, float]] = []
         self._log = log
         self._source = source
 
@@ -107,16 +110,19 @@ class ScriptedTrainer:
     async def forward_batch(self, batch: Batch, *, timeout_s: float) -> dict[str, float]:
         assert sum(len(refs) for rank in batch.ranks for mini in rank for refs in mini.micro_batches) == 4
         await self._command(f"forward {batch.step}")
-        return {"kl": 0.1 * batch.step} if self.role is TrainerRole.ACTOR else {"value_mean": 0.5}
+        if self.role is TrainerRole.CRITIC:
+            return {"value_mean": 0.5}
+        return {"kl": 0.1 * batch.step, "kl_per_response": self.kl_per_response}
 
     async def compute_advantages(self, step: int, kl_coef: float, kl_loss_coef: float, *, timeout_s: float) -> dict[str, float]:
+        self.kl_coefs.append((kl_coef, kl_loss_coef))
         await self._command(f"advantages {step}")
         return {"advantage_std": 1.0}
 
     async def update_batch(self, step: int, *, timeout_s: float) -> UpdateResult:
         await self._command(f"update {step}")
         if self.applies:
-            self.step = step
+            self.step += 1
         if self._source is not None:
             self._source.policy_version = self.step
         return UpdateResult(policy_version=self.step, applied=self.applies, metrics={"loss": 0.5, "grad_norm": 1.0})
@@ -250,7 +256,10 @@ class ListQueue:
 
 
 class FakeWorkload:
-    """Two groups of two samples a step, with made-up rewards; the step `hold_at` sets `holding` and waits for `release`."""
+    """Two groups of two samples a step, with made-up rewards; the step `hold_at` sets `holding` and waits for `release`.
+
+    Step n takes the prompts up to index 2n.
+    """
 
     def __init__(self, log: list[str], held_out: bool) -> None:
         self.queue = ListQueue()
@@ -258,23 +267,23 @@ class FakeWorkload:
         self.hold_at: int | None = None
         self.holding = asyncio.Event()
         self.release = asyncio.Event()
-        self.position = 0
-        self.collected_with: list[int] = []
+        self.position = PromptPosition()
         self._log = log
 
-    def seek(self, step: int) -> None:
-        self.position = step
+    def seek(self, position: PromptPosition) -> None:
+        self.position = position
 
     def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
         return [np.array([1, 2, 3], np.int32)] * num_prompts
 
     async def collect(self, policy_version: int) -> CollectedExperience:
-        self.position += 1
-        if self.position == self.hold_at:
+        step = self.position.index // 2 + 1
+        if step == self.hold_at:
             self.holding.set()
             await self.release.wait()
-        self._log.append(f"collect {self.position} at version {policy_version}")
-        self.queue.groups += [_group(f"s{self.position}-g{index}") for index in range(2)]
+        self.position = PromptPosition(index=2 * step)
+        self._log.append(f"collect {step} at version {policy_version}")
+        self.queue.groups += [_group(f"s{step}-g{index}") for index in range(2)]
         return CollectedExperience(
             num_groups=2, rewards=[1.0, 0.0, 1.0, 0.0], lengths=[3] * 4, stopped=[True] * 4, policy_versions={policy_version}
         )
@@ -295,18 +304,26 @@ def _group(group_id: str) -> QueuedGroup:
 class RunHarness:
     """A coordinator whose run is executing; services join when the test says so."""
 
-    def __init__(self, folder: Path, *, held_out: bool = False, policy_loss: str = "gae", **sections: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        held_out: bool = False,
+        estimator: str = "gae",
+        connector: ScriptedConnector | None = None,
+        **sections: dict[str, Any],
+    ) -> None:
         tree: dict[str, Any] = {
             "run": {"id": "test", "folder": str(folder), "steps": 3} | sections.pop("run", {}),
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"} | ({"held_out": "held_out.jsonl"} if held_out else {}),
-            "algorithm": {"estimator": policy_loss},
+            "algorithm": {"estimator": estimator},
             "coordinator": {"ready_timeout_s": 5.0, "lease_s": 1.5} | sections.pop("coordinator", {}),
         } | sections
         self.config = build_config(tree)
-        self.connector = ScriptedConnector()
+        self.connector = ScriptedConnector() if connector is None else connector
         self.workload = FakeWorkload(self.connector.log, held_out)
-        self._sink = MetricsSink(folder / "metrics.jsonl")
+        self._sink = MetricsSink([JsonLinesSink(folder)])
         self.coordinator = Coordinator(self.config, self._sink, connector=self.connector, make_workload=self._open_workload)
         self._tasks: list[asyncio.Task[None]] = []
         self._reached: dict[RunState, asyncio.Event] = {state: asyncio.Event() for state in RunState}

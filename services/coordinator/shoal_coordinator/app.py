@@ -20,11 +20,11 @@ from shoal_coordinator.control import RunControl
 from shoal_coordinator.dispatcher import RolloutEndpoint
 from shoal_coordinator.error_groups import first_error
 from shoal_coordinator.fleet import Fleet
-from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink, PrometheusSink, Sink
 from shoal_coordinator.push_history import PushHistory
 from shoal_coordinator.registry import Registry
 from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
-from shoal_coordinator.report import write_json_atomically
+from shoal_coordinator.report import public_config, write_json_atomically
 from shoal_coordinator.rest import RestServer, create_app
 from shoal_coordinator.run import Run, RunParts
 from shoal_coordinator.scoring import RewardEndpoint
@@ -36,7 +36,6 @@ from shoal_coordinator.workload import Workload, open_workload
 
 log = get_logger(__name__)
 
-METRICS_NAME = "metrics.jsonl"
 REST_START_S = 10.0
 STOP_GRACE_S = 2.0
 RUN_STOP_S = 15.0
@@ -149,10 +148,25 @@ class Coordinator:
                 raise ConfigError(f"cannot write the ready file {ready_file} ({error.strerror}); choose another --ready-file") from error
 
 
+def open_sinks(config: RunConfig) -> list[Sink]:
+    """Everything that takes metrics.
+
+    Raises: ConfigError: the run's folder cannot be written.
+    """
+    folder = Path(config.run.folder)
+    sinks: list[Sink] = [JsonLinesSink(folder), PrometheusSink()]
+    if config.telemetry.tensorboard:
+        # Here: tensorboardX takes a while to import.
+        from shoal_coordinator.tensorboard_sink import FOLDER_NAME, TensorBoardSink
+
+        sinks.append(TensorBoardSink(folder / FOLDER_NAME, public_config(config)))
+    return sinks
+
+
 async def serve(config: RunConfig, stop: asyncio.Event, *, ready_file: Path | None = None, exit_when_done: bool = False) -> RunState:
     """Serve a run; see `Coordinator.serve`.
 
     Raises: ConfigError: the run's folder cannot be written, or a port is in use.
     """
-    with MetricsSink(Path(config.run.folder) / METRICS_NAME) as sink:
+    with MetricsSink(open_sinks(config)) as sink:
         return await Coordinator(config, sink).serve(stop, ready_file=ready_file, exit_when_done=exit_when_done)

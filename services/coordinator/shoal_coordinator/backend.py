@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 from shoal_coordinator.audit_report import AuditReport, ProbeAgreement, ServerAudit
 from shoal_coordinator.fleet import Fleet
@@ -46,7 +45,7 @@ class RunBackend:
             total_steps=parts.config.run.steps,
             policy_version=parts.fleet.policy_version,
             waiting_for=[_wait_model(wait) for wait in parts.waits.current()],
-            evaluations=[EvaluationModel(**asdict(evaluation)) for evaluation in progress.evaluations],
+            evaluations=[EvaluationModel.model_validate(evaluation.as_json()) for evaluation in progress.evaluations],
             pause_requested=parts.control.pause_requested,
             stop_requested=parts.control.stop_requested,
             error=progress.error,

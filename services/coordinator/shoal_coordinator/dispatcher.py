@@ -9,7 +9,8 @@ Rules:
 - A group in which a server ended a sample early (finish reason abort, as a weight push may) is generated again, elsewhere if
   possible: a part is never trained as if it were whole. That is no failure of the server; it happens at most MAX_ABORTS times.
 - After the last attempt timed out, the samples that did finish are used; without any, the group is dropped and counted.
-- Completions without tokens are excluded and counted: there is nothing to train on.
+- Completions without tokens, with an id that cannot be sampled, or with a log-probability that is not finite are excluded and counted:
+  they cannot be trained on.
 
 Legend: T response tokens.
 """
@@ -22,15 +23,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import xxhash
 
 from shoal.config.models import RolloutSection
-from shoal.errors import CodecError, DeadlineError, InternalError, StalePolicyError, StateError, UnavailableError
-from shoal.types import Completion, FinishReason, SamplingParams
+from shoal.errors import CodecError, DeadlineError, InternalError, StateError, UnavailableError
+from shoal.telemetry.logs import get_logger
+from shoal.types import Completion, SamplingParams
+from shoal_coordinator.completions import is_aborted, require_fresh, require_whole, sort_completions
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.server_pool import ServerLease, ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
+
+log = get_logger(__name__)
 
 MAX_CONCURRENT_GROUPS = 1024
 MAX_ABORTS = 16
@@ -71,8 +75,9 @@ class GenerationRequest:
 class GeneratedGroup:
     """A prompt's completions from one server, by sample_index; completions may be fewer than asked for, or none.
 
-    num_empty completions had no token, num_missing did not finish in time; both are left out. num_aborted were ended early by a server
-    in earlier attempts, and generated again.
+    num_empty completions had no token, num_outside_vocab an id that cannot be sampled, num_not_finite a log-probability that is not
+    finite, num_missing did not finish in time; all are left out. num_aborted were ended early by a server in earlier attempts, and
+    generated again.
     """
 
     task: PromptTask
@@ -81,6 +86,8 @@ class GeneratedGroup:
     sampling: SamplingParams
     completions: tuple[Completion, ...]
     num_empty: int = 0
+    num_outside_vocab: int = 0
+    num_not_finite: int = 0
     num_missing: int = 0
     num_aborted: int = 0
 
@@ -117,13 +124,17 @@ class Dispatcher:
         self._wait_for_server_s = wait_for_server_s
         self._slots = asyncio.Semaphore(max_concurrent_groups)
 
-    async def generate(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> AsyncGenerator[list[GeneratedGroup], None]:
-        """Generate all tasks at once and yield groups as they finish, as many together as have finished meanwhile.
+    def generate(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> AsyncGenerator[list[GeneratedGroup], None]:
+        """Generate all tasks alike; see `generate_each`."""
+        return self.generate_each([(task, request) for task in tasks])
+
+    async def generate_each(self, work: Sequence[tuple[PromptTask, GenerationRequest]]) -> AsyncGenerator[list[GeneratedGroup], None]:
+        """Generate all at once and yield groups as they finish, as many together as have finished meanwhile.
 
         Close the iterator (`contextlib.aclosing`) when leaving early: that cancels what still runs.
         Raises: ShoalError: a group failed for good; the others are cancelled.
         """
-        running = {asyncio.create_task(self._generate_group(task, request)) for task in tasks}
+        running = {asyncio.create_task(self._generate_group(task, request)) for task, request in work}
         try:
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -145,9 +156,9 @@ class Dispatcher:
                 attempt = len(failed_on) + len(aborted_on)
                 try:
                     await self._attempt(server, task, request, attempt, finished)
-                    aborted = sum(map(_is_aborted, finished))
+                    aborted = sum(map(is_aborted, finished))
                     if not aborted:
-                        return _as_group(task, request, attempt, server.server_id, finished, num_aborted=num_aborted)
+                        return self._as_group(task, request, attempt, server.server_id, finished, num_aborted=num_aborted)
                     aborted_on.append(server.server_id)
                     num_aborted, patience_s = num_aborted + aborted, 0.0
                     if len(aborted_on) > MAX_ABORTS:
@@ -158,9 +169,9 @@ class Dispatcher:
                     if len(failed_on) > self._config.retries or len(aborted_on) > MAX_ABORTS:
                         if not isinstance(error, DeadlineError):
                             raise type(error)(f"group {task.uid!r} failed on {', '.join(failed_on)}; last: {error}") from error
-                        whole = [completion for completion in finished if not _is_aborted(completion)]
-                        check_completions(whole, server.server_id, self._vocab_size)
-                        return _as_group(task, request, attempt, server.server_id, whole, num_aborted=num_aborted)
+                        whole = [completion for completion in finished if not is_aborted(completion)]
+                        require_whole(whole, server.server_id)
+                        return self._as_group(task, request, attempt, server.server_id, whole, num_aborted=num_aborted)
 
     async def _attempt(
         self, server: ServerLease[RolloutEndpoint], task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
@@ -172,7 +183,7 @@ class Dispatcher:
             raise InternalError(
                 f"rollout server {server.server_id!r} answered {len(finished)} of {request.num_samples} completions, or one twice"
             )
-        check_completions(finished, server.server_id, self._vocab_size)
+        require_whole(finished, server.server_id)
 
     async def _collect(
         self, client: RolloutEndpoint, task: PromptTask, request: GenerationRequest, attempt: int, finished: list[Completion]
@@ -190,6 +201,33 @@ class Dispatcher:
             async for completion in stream:
                 require_fresh(completion, request.min_policy_version)
                 finished.append(completion)
+
+    def _as_group(
+        self,
+        task: PromptTask,
+        request: GenerationRequest,
+        attempt: int,
+        server_id: str,
+        finished: Sequence[Completion],
+        *,
+        num_aborted: int,
+    ) -> GeneratedGroup:
+        found = sort_completions(finished, self._vocab_size)
+        if found.num_outside_vocab or found.num_not_finite:
+            counts = {"num_outside_vocab": found.num_outside_vocab, "num_not_finite": found.num_not_finite}
+            log.warning("samples_dropped", server=server_id, vocab_size=self._vocab_size, **counts)
+        return GeneratedGroup(
+            task=task,
+            attempt=attempt,
+            server_id=server_id,
+            sampling=request.sampling,
+            completions=found.usable,
+            num_empty=found.num_empty,
+            num_outside_vocab=found.num_outside_vocab,
+            num_not_finite=found.num_not_finite,
+            num_missing=request.num_samples - len(finished),
+            num_aborted=num_aborted,
+        )
 
 
 def sample_seed(run_seed: int, uid: str, sample_index: int, attempt: int) -> int:
@@ -230,51 +268,3 @@ async def _unless_gone(server: ServerLease[RolloutEndpoint], work: Coroutine[Non
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-def require_fresh(completion: Completion, min_policy_version: int) -> None:
-    """Refuse tokens of an older policy than was asked for.
-
-    Raises: StalePolicyError: names both versions.
-    """
-    versions = [span.policy_version for span in completion.policy_version_spans if span.end > span.start]
-    oldest = min(versions, default=min_policy_version)
-    if oldest < min_policy_version:
-        raise StalePolicyError(f"a sample has tokens of policy version {oldest}, but at least version {min_policy_version} was asked for")
-
-
-def _is_aborted(completion: Completion) -> bool:
-    return completion.finish_reason is FinishReason.ABORT
-
-
-def check_completions(completions: Sequence[Completion], server_id: str, vocab_size: int) -> None:
-    """Refuse what an engine cannot have sampled.
-
-    Raises: InternalError: names the server and what is wrong with its answer.
-    """
-    if not completions:
-        return
-    if any(completion.response_ids.size != completion.rollout_logprobs.size for completion in completions):
-        raise InternalError(f"rollout server {server_id!r} answered another number of log-probabilities than of tokens")
-    ids = np.concatenate([completion.response_ids for completion in completions])
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise InternalError(f"rollout server {server_id!r} answered id {int(outside[0])}, outside the vocabulary of {vocab_size}")
-    if not np.isfinite(np.concatenate([completion.rollout_logprobs for completion in completions])).all():
-        raise InternalError(f"rollout server {server_id!r} answered log-probabilities that are not finite")
-
-
-def _as_group(
-    task: PromptTask, request: GenerationRequest, attempt: int, server_id: str, finished: Sequence[Completion], *, num_aborted: int
-) -> GeneratedGroup:
-    usable = sorted((completion for completion in finished if completion.response_ids.size), key=lambda completion: completion.sample_index)
-    return GeneratedGroup(
-        task=task,
-        attempt=attempt,
-        server_id=server_id,
-        sampling=request.sampling,
-        completions=tuple(usable),
-        num_empty=len(finished) - len(usable),
-        num_missing=request.num_samples - len(finished),
-        num_aborted=num_aborted,
-    )

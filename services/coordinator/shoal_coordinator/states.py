@@ -4,8 +4,8 @@
                         ^                    ^             ^                              |
                         +--------------------+-------------+--- PAUSED <------------------+
 
-EVALUATING is left out without held-out rows; WAITING_FOR_SERVICES comes back whenever a service is missing at a step
-border. FAILED can be reached from every state that is not final.
+EVALUATING is left out without held-out rows, PUSHING in steps that train the critic alone; WAITING_FOR_SERVICES comes back whenever a
+service is missing at a step border. FAILED can be reached from every state that is not final.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
         _S.WAITING_FOR_SERVICES: _STEP_BORDER - {_S.WAITING_FOR_SERVICES},
         _S.EVALUATING: _STEP_BORDER - {_S.EVALUATING},
         _S.ROLLING_OUT: frozenset({_S.TRAINING, _S.STOPPED, _S.FAILED}),
-        _S.TRAINING: frozenset({_S.PUSHING, _S.STOPPED, _S.FAILED}),
+        _S.TRAINING: _STEP_BORDER | {_S.PUSHING},
         _S.PUSHING: _STEP_BORDER,
         _S.PAUSED: _STEP_BORDER - {_S.PAUSED},
         _S.FINISHING: TERMINAL_STATES,

@@ -10,11 +10,30 @@ import time
 from collections.abc import Mapping, Sequence
 
 from shoal.queue.entries import QueuedGroup
-from shoal_coordinator.experience import CollectedExperience
+from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.push_history import PushEntry
 from shoal_coordinator.stage_clock import StepTimes
 
-SHARED = ("kl", "entropy", "clip_fraction", "ratio_max_deviation", "lr", "logprob_max_difference")
+SHARED = (
+    "kl",
+    "kl_k3",
+    "kl_per_response",
+    "kl_reward_penalty",
+    "kl_loss",
+    "entropy",
+    "clip_fraction",
+    "clip_fraction_lower",
+    "ratio_max_deviation",
+    "mismatch_kl",
+    "mismatch_ratio_p01",
+    "mismatch_ratio_p50",
+    "mismatch_ratio_p99",
+    "logprob_max_difference",
+    "importance_capped_fraction",
+    "importance_dropped_fraction",
+    "rejected_fraction",
+    "lr",
+)
 
 
 def step_metrics(
@@ -24,6 +43,7 @@ def step_metrics(
     collected: CollectedExperience,
     groups: Sequence[QueuedGroup],
     gangs: Mapping[str, Mapping[str, float]],
+    settings: Mapping[str, float],
     push: PushEntry | None,
     times: StepTimes,
 ) -> dict[str, float]:
@@ -35,12 +55,14 @@ def step_metrics(
         collected: scalars of the rollouts.
         groups: what was trained.
         gangs: metrics of each role ("actor", "critic"), of all commands.
+        settings: what was steered in this step, such as the KL coefficients.
         push: the step's weight push, if one was committed.
         times: of the whole step.
     """
     num_tokens = sum(group.num_tokens for group in groups)
     metrics: dict[str, float] = {"step": step, "policy_version": policy_version, "num_tokens": num_tokens}
     metrics |= collected.metrics()
+    metrics |= settings
     for role, values in gangs.items():
         metrics |= {key if key.startswith(f"{role}_") else f"{role}_{key}": value for key, value in values.items()}
     metrics |= {key: value for key, value in gangs.get("actor", {}).items() if key in SHARED}

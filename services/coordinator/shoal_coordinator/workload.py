@@ -8,15 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from shoal.config.models import RunConfig
-from shoal.errors import UnavailableError
+from shoal.errors import StateError, UnavailableError
 from shoal.queue.entries import QueuedGroup
 from shoal.queue.experience import ExperienceQueue
 from shoal.telemetry.logs import get_logger
 from shoal.types import Int32Array
+from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.data_loading import LoadedData, load_data
 from shoal_coordinator.dispatcher import Dispatcher, RolloutEndpoint, training_request
-from shoal_coordinator.evaluation import Evaluation, evaluate
-from shoal_coordinator.experience import CollectedExperience, ExperienceCollector
+from shoal_coordinator.evaluation import Evaluation, evaluate, greedy_request
+from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptPosition, PromptSource
 from shoal_coordinator.scoring import GroupScorer, RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
@@ -58,8 +59,13 @@ class Workload(Protocol):
         """Whether there is something to evaluate on."""
         ...
 
-    def seek(self, step: int) -> None:
-        """Go on as after `step` completed steps."""
+    @property
+    def position(self) -> PromptPosition:
+        """The next prompt to issue."""
+        ...
+
+    def seek(self, position: PromptPosition) -> None:
+        """Go on at a position. Raises: StateError: there is no such prompt."""
         ...
 
     def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
@@ -91,7 +97,14 @@ class TrainingWorkload:
         self._data = data
         self.queue = queue
         self._source = self._source_at(PromptPosition())
-        self._scorer = GroupScorer(reward_pool, config.reward, data.tokenizer, clock, wait_for_server_s=config.coordinator.ready_timeout_s)
+        self._scorer = GroupScorer(
+            reward_pool,
+            config.reward,
+            data.tokenizer,
+            clock,
+            wait_for_server_s=config.coordinator.ready_timeout_s,
+            source_key=config.data.source_key,
+        )
         self._dispatcher = Dispatcher(
             rollout_pool,
             config.rollout,
@@ -116,10 +129,22 @@ class TrainingWorkload:
         """Whether there are held-out rows."""
         return bool(self._data.held_out)
 
-    def seek(self, step: int) -> None:
-        """Issue prompts as after `step` steps, each of which takes rollout.prompts_per_step."""
-        epoch, index = divmod(step * self._config.rollout.prompts_per_step, len(self._data.train))
-        self._source = self._source_at(PromptPosition(epoch=epoch, index=index))
+    @property
+    def position(self) -> PromptPosition:
+        """The next prompt to issue."""
+        return self._source.position
+
+    def seek(self, position: PromptPosition) -> None:
+        """Issue prompts from a position on.
+
+        Raises: StateError: the rows have no such place.
+        """
+        if position.index >= len(self._data.train):
+            raise StateError(
+                f"the run stopped at place {position.index} of its prompts, but {self._config.data.train} has {len(self._data.train)} "
+                "usable rows: bring back the rows that it was started with"
+            )
+        self._source = self._source_at(position)
 
     def probe_prompts(self, num_prompts: int) -> Sequence[Int32Array]:
         """The first held-out rows; training rows where there are none."""
@@ -129,11 +154,14 @@ class TrainingWorkload:
     async def collect(self, policy_version: int) -> CollectedExperience:
         """Generate, score and queue the next prompts with servers of at least policy_version."""
         rollout = self._config.rollout
-        tasks = self._source.take(rollout.prompts_per_step)
-        request = training_request(
-            rollout, seed=self._config.run.seed, stop_token_ids=self._data.stop_token_ids, min_policy_version=policy_version
+        stop_ids = self._data.stop_token_ids
+        plan = CollectionPlan(
+            num_groups=rollout.prompts_per_step,
+            request=training_request(rollout, seed=self._config.run.seed, stop_token_ids=stop_ids, min_policy_version=policy_version),
+            greedy=greedy_request(rollout, stop_ids, policy_version) if "greedy" in self._config.algorithm.needs else None,
+            max_refills=rollout.max_refills if rollout.dynamic_sampling else None,
         )
-        return await self._collector.collect(tasks, request)
+        return await self._collector.collect(self._source.take, plan)
 
     async def evaluate(self, policy_version: int) -> Evaluation:
         """Greedy accuracy of servers of at least policy_version."""

@@ -19,7 +19,7 @@ from shoal.clients.rollout import RolloutClient
 from shoal.config.models import SecuritySection
 from shoal.errors import UnavailableError
 from shoal.types import SamplingParams, ScoreResult, ScoreStatus
-from tests.helpers.coordinator_process import VOCABULARY, running_coordinator, write_config
+from tests.helpers.coordinator_process import VOCABULARY, running_coordinator, write_config, write_state
 from tests.helpers.fake_services import FakeCluster, FakeRollout
 from tests.helpers.valkey import running_valkey
 
@@ -145,6 +145,7 @@ async def test_coordinator_waits_for_a_rollout_server_that_died_and_catches_its_
 
 async def test_a_fresh_server_answers_nothing_before_it_has_the_version_of_a_late_trainer(tmp_path: Path, redis_url: str) -> None:
     config = write_config(tmp_path, redis_url, run={"steps": 52}, data={"held_out": None})
+    write_state(tmp_path, 50)
     async with running_coordinator(config) as coordinator:
         cluster = make_cluster(coordinator.grpc_address)
         assert cluster.critic is not None

@@ -188,11 +188,7 @@ def _with(index: int, replacement: Completion | None) -> FakeRollout:
     [
         (None, "1 of 2 completions"),
         (make_completion(0, [1]), "one twice"),
-        (make_completion(1, [1, VOCAB_SIZE]), "id 100, outside the vocabulary of 100"),
-        (make_completion(1, [-1]), "id -1"),
         (replace(make_completion(1, [1, 2]), rollout_logprobs=np.zeros(1, np.float32)), "log-probabilities than of tokens"),
-        (replace(make_completion(1, [1]), rollout_logprobs=np.array([np.nan], np.float32)), "not finite"),
-        (replace(make_completion(1, [1]), rollout_logprobs=np.array([-np.inf], np.float32)), "not finite"),
         (make_completion(1, [1], finish_reason=FinishReason.ABORT), "was aborted 17 times"),
     ],
 )
@@ -201,6 +197,22 @@ async def test_answer_that_no_engine_samples_is_refused_and_retried_elsewhere(an
         await generate_one(make_dispatcher(rollout_pool(a=_with(1, answer)), retries=0))
     group = await generate_one(make_dispatcher(rollout_pool(a=_with(1, answer), b=FakeRollout())))
     assert (group.server_id, len(group.completions)) == ("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "counts"),
+    [
+        (make_completion(1, [1, VOCAB_SIZE]), (1, 0)),
+        (make_completion(1, [-1]), (1, 0)),
+        (replace(make_completion(1, [1]), rollout_logprobs=np.array([np.nan], np.float32)), (0, 1)),
+        (replace(make_completion(1, [1, 2]), rollout_logprobs=np.array([-1, -np.inf], np.float32)), (0, 1)),
+    ],
+)
+async def test_sample_that_cannot_be_trained_on_is_dropped_and_counted(answer: Completion, counts: tuple[int, int]) -> None:
+    group = await generate_one(make_dispatcher(rollout_pool(a=_with(1, answer)), retries=0), make_request(3))
+    assert [completion.sample_index for completion in group.completions] == [0, 2]
+    assert (group.num_outside_vocab, group.num_not_finite) == counts
+    assert (group.attempt, group.num_missing, group.num_empty) == (0, 0, 0)
 
 
 def aborting(num_times: int) -> FakeRollout:

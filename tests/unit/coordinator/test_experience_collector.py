@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from shoal_coordinator.dispatcher import Dispatcher
-from shoal_coordinator.experience import CollectedExperience, ExperienceCollector
+from shoal_coordinator.collected import CollectedExperience
+from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
+from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
+from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.scoring import GroupScorer
 from shoal_coordinator.stage_clock import Stage, StageClock
 
@@ -38,6 +40,9 @@ class Setup:
     queue: FakeQueue = field(default_factory=FakeQueue)
     clock: StageClock = field(default_factory=StageClock)
     max_unscored_share: float = 0.5
+    greedy: GenerationRequest | None = None
+    max_refills: int | None = None
+    position: int = 0
 
     async def collect(self, num_groups: int = 2, num_samples: int = 2) -> CollectedExperience:
         dispatcher = Dispatcher(
@@ -58,7 +63,13 @@ class Setup:
             max_unscored_share=self.max_unscored_share,
             scorer_name="sum",
         )
-        return await collector.collect([make_task(f"g{index}") for index in range(num_groups)], make_request(num_samples))
+        plan = CollectionPlan(num_groups=num_groups, request=make_request(num_samples), greedy=self.greedy, max_refills=self.max_refills)
+        return await collector.collect(self.take, plan)
+
+    def take(self, num_prompts: int) -> list[PromptTask]:
+        """Issue prompts g0, g1, ..."""
+        start, self.position = self.position, self.position + num_prompts
+        return [make_task(f"g{index}") for index in range(start, self.position)]
 
 
 def unscored_where(is_unscored: Callable[[ScoreSample], bool], message: str = "scorer raised ValueError") -> FakeReward:
@@ -144,7 +155,7 @@ async def test_metrics_show_clipping_and_groups_without_signal() -> None:
     assert metrics["clipped_share"] == 0.75
     assert metrics["terminated_length"] == 1.0
     assert metrics["response_length"] == 2.25
-    assert metrics["zero_std_share"] == 0.5
+    assert metrics["frac_zero_std"] == 0.5
     assert metrics["reward"] == 4.0
     assert metrics["reward_std"] == pytest.approx(np.std([2, 4, 5, 5]))
     assert (metrics["num_samples"], metrics["num_response_tokens"]) == (4, 9)
@@ -162,7 +173,7 @@ async def test_all_answers_cut_give_terminated_length_zero() -> None:
         script=lambda _, own: [make_completion(index, [5, 5], finish_reason=FinishReason.LENGTH) for index in range(len(own))]
     )
     metrics = (await Setup(rollout=cut).collect()).metrics()
-    assert (metrics["clipped_share"], metrics["terminated_length"], metrics["zero_std_share"]) == (1.0, 0.0, 1.0)
+    assert (metrics["clipped_share"], metrics["terminated_length"], metrics["frac_zero_std"]) == (1.0, 0.0, 1.0)
 
 
 async def test_clock_counts_the_three_stages() -> None:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from shoal_coordinator.metrics_sink import MetricsSink
+from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink, PrometheusSink
 
 from shoal.errors import ConfigError
 from shoal.telemetry.metrics import sample_value
@@ -15,7 +15,7 @@ from shoal.telemetry.metrics import sample_value
 
 def test_metrics_sink_writes_a_whole_line_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    with MetricsSink(path) as sink:
+    with MetricsSink([JsonLinesSink(path.parent)]) as sink:
         sink.add({"step": 1, "reward": 0.5, "num_samples": 4, "num_tokens": 40})
         assert json.loads(path.read_text()) == {"step": 1, "reward": 0.5, "num_samples": 4, "num_tokens": 40}
         sink.add({"step": 2, "reward": 0.75, "num_samples": 4, "num_tokens": 50})
@@ -25,28 +25,28 @@ def test_metrics_sink_writes_a_whole_line_at_once(tmp_path: Path) -> None:
 
 def test_metrics_sink_turns_non_finite_values_into_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsSink(path) as sink:
+    with MetricsSink([JsonLinesSink(tmp_path)]) as sink:
         sink.add({"step": 1, "reward": math.nan, "kl": math.inf})
     assert json.loads(path.read_text()) == {"step": 1, "reward": None, "kl": None}
 
 
-def test_metrics_sink_pages_by_step(tmp_path: Path) -> None:
-    with MetricsSink(tmp_path / "metrics.jsonl") as sink:
+def test_metrics_sink_pages_by_step() -> None:
+    with MetricsSink([]) as sink:
         for step in range(1, 6):
             sink.add({"step": step})
     assert [step["step"] for step in sink.after(2, 2)] == [3, 4]
 
 
-def test_metrics_sink_keeps_the_last_ten_thousand_steps(tmp_path: Path) -> None:
-    with MetricsSink(tmp_path / "metrics.jsonl") as sink:
+def test_metrics_sink_keeps_the_last_ten_thousand_steps() -> None:
+    with MetricsSink([]) as sink:
         for step in range(1, 10_003):
             sink.add({"step": step})
     assert [step["step"] for step in sink.after(0, 1)] == [3]
     assert sink.num_steps == 10_002
 
 
-def test_metrics_sink_shows_the_last_step_to_prometheus(tmp_path: Path) -> None:
-    with MetricsSink(tmp_path / "metrics.jsonl") as sink:
+def test_metrics_sink_shows_the_last_step_to_prometheus() -> None:
+    with MetricsSink([PrometheusSink()]) as sink:
         sink.add({"step": 7, "policy_version": 7, "reward": 0.25})
     assert sample_value("shoal_coordinator_step_metric_value", {"metric": "reward"}) == 0.25
     assert sample_value("shoal_coordinator_policy_version") == 7
@@ -55,4 +55,4 @@ def test_metrics_sink_shows_the_last_step_to_prometheus(tmp_path: Path) -> None:
 def test_metrics_sink_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"set run\.folder"):
-        MetricsSink(tmp_path / "file" / "metrics.jsonl")
+        JsonLinesSink(tmp_path / "file")

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from shoal_coordinator.report import Evaluation, RunOutcome, build_report, config_hash, stage_medians, write_json_atomically
+from shoal_coordinator.evaluation import Evaluation
+from shoal_coordinator.report import LoggedEvaluation, RunOutcome, build_report, config_hash, stage_medians, write_json_atomically
 
 from shoal.config.models import DataSection, ModelSection, RunConfig, RunSection
 
@@ -17,9 +18,14 @@ def make_config(seed: int = 0) -> RunConfig:
     )
 
 
+def make_evaluation(accuracy: float) -> Evaluation:
+    return Evaluation(accuracy=accuracy, mean_reward=0.0, policy_versions=(1,), num=10, num_unscored=0)
+
+
 def make_outcome(accuracies: list[float]) -> RunOutcome:
     evaluations = [
-        Evaluation(step=step, policy_version=step, accuracy=accuracy, num_samples=10) for step, accuracy in enumerate(accuracies, start=1)
+        LoggedEvaluation(step=step, policy_version=step, timestamp_unix_s=0.0, result=make_evaluation(accuracy))
+        for step, accuracy in enumerate(accuracies, start=1)
     ]
     return RunOutcome(
         state="finished",
