@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.types import InflightMode
+from shoal.types import Completion, InflightMode, SamplingParams
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -24,6 +25,15 @@ ENGINE_ENVIRONMENT = {
     "VLLM_PLUGINS": "",
 }
 """Set these (monkeypatch) before an `InProcessEngine` is made and while it lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One sample that is asked for."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None = None
 
 
 class InProcessEngine:
@@ -99,10 +109,27 @@ class InProcessEngine:
         versions = [span.version for span in completion.weight_versions]
         return list(completion.token_ids), np.array(completion.logprobs.logprobs, dtype=np.float32), versions
 
+    def complete(self, requests: Sequence[Ask], eos_ids: tuple[int, ...] = ()) -> list[Completion]:
+        """Answer requests as a server does that was asked for one sample each."""
+        from shoal_rollout.completions import to_completion
+        from shoal_rollout.generation import stop_ids_of
+        from shoal_rollout.vllm_engine import VllmEngine, engine_sample
+
+        engine = VllmEngine(self.llm)
+        params = [engine.make_params(ask.sampling, stop_ids_of(ask.sampling, eos_ids), ask.seed) for ask in requests]
+        self.llm.llm_engine.set_weight_version("0")
+        outputs = self.llm.generate([{"prompt_token_ids": ask.prompt_ids} for ask in requests], params, use_tqdm=False)
+        return [
+            to_completion(engine_sample(output), sample_index=index, latency_ms=0.0, engine_id="engine")
+            for index, output in enumerate(outputs)
+        ]
+
     def close(self) -> None:
-        """Free the engine, so that another one can start in this process."""
+        """Free the engine, so that another one can start in this process; a second call does nothing."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if not hasattr(self, "llm"):
+            return
         del self.llm
         gc.collect()
         cleanup_dist_env_and_memory()

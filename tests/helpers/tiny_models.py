@@ -27,6 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from shoal.vocabulary import sampled_vocab_size
+
 Architecture = Literal["qwen2", "llama", "qwen3", "gemma", "gemma2", "gemma3", "opt", "mixtral", "qwen3_moe", "phi3", "gpt2"]
 
 VOCAB_SIZE = 101
@@ -131,14 +133,14 @@ def save_variant(folder: Path, target: Path, tensors: dict[str, NDArray[np.float
 
 
 def reference_logprobs(folder: Path, prompt_ids: list[int], response_ids: list[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
-    """Log-probability of each response token by a Hugging Face float32 forward; [T]."""
+    """Log-probability of each response token by a Hugging Face float32 forward, among the ids that the folder's tokenizer knows; [T]."""
     logprobs = torch.log_softmax(_reference_logits(folder, prompt_ids, response_ids) / temperature, dim=-1)
     picked = logprobs.gather(1, torch.tensor(response_ids)[:, None])[:, 0]
     return picked.numpy()
 
 
 def reference_choices(folder: Path, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-    """The likeliest token at each place of the response by a Hugging Face float32 forward; [T]."""
+    """The likeliest token that is known at each place of the response by a Hugging Face float32 forward; [T]."""
     choices: list[int] = _reference_logits(folder, prompt_ids, response_ids).argmax(-1).tolist()
     return choices
 
@@ -148,7 +150,7 @@ def _reference_logits(folder: Path, prompt_ids: list[int], response_ids: list[in
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt_ids + response_ids])).logits[0, len(prompt_ids) - 1 : -1]
-    return logits
+    return logits[:, : sampled_vocab_size(str(folder), logits.shape[1])]
 
 
 def _shards(folder: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from shoal.errors import CapacityError, InvalidRequestError, UnavailableError
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import counter, gauge
-from shoal.types import Completion
+from shoal.types import Completion, SamplingParams
 from shoal_rollout.completions import is_dropped, to_completion
 from shoal_rollout.engine import SamplingEngine
 from shoal_rollout.request_checks import GenerateCall, check_call
@@ -165,7 +165,7 @@ class Generation:
     def _start_samples(
         self, call: GenerateCall, sample_ids: list[str], done: asyncio.Queue[Completion | BaseException]
     ) -> list[asyncio.Task[None]]:
-        stop_ids = call.sampling.stop_token_ids if call.sampling.ignore_eos else (*self._eos_ids, *call.sampling.stop_token_ids)
+        stop_ids = stop_ids_of(call.sampling, self._eos_ids)
         if call.seeds:
             params = [self._engine.make_params(call.sampling, stop_ids, seed) for seed in call.seeds]
         else:
@@ -192,3 +192,8 @@ class Generation:
             _dropped.inc()
             log.warning("sample_not_finite", sample=sample_id, num_tokens=len(sample.token_ids))
         done.put_nowait(completion)
+
+
+def stop_ids_of(sampling: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that end a response, as its last token: the model's unless it ignores them, and the request's own."""
+    return sampling.stop_token_ids if sampling.ignore_eos else (*eos_ids, *sampling.stop_token_ids)

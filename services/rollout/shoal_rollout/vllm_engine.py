@@ -48,7 +48,7 @@ class VllmEngine:
             raise
         except EngineDeadError as error:
             raise UnavailableError("the engine process has died; this server is ending, use another one") from error
-        return _engine_sample(output)
+        return engine_sample(output)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         """See `SamplingEngine.abort`."""
@@ -156,7 +156,8 @@ def _num_tokens(state: Any) -> int:  # noqa: ANN401 - vLLM is not type-checked h
     return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
 
 
-def _engine_sample(output: RequestOutput) -> EngineSample:
+def engine_sample(output: RequestOutput) -> EngineSample:
+    """What vLLM answered for one sample. Raises: InternalError: it failed."""
     completion: Any = output.outputs[0]
     if completion.finish_reason == "error":
         raise InternalError("the engine failed this sample; its log has the reason")

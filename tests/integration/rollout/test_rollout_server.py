@@ -22,12 +22,23 @@ from shoal.config.models import PushSection
 from shoal.errors import InvalidRequestError, StateError, UnavailableError
 from shoal.rpc.health import is_serving
 from shoal.types import Completion, FinishReason, InflightMode, SamplingParams
+from tests.helpers.padded_models import make_padding_loud
 from tests.helpers.push_trainer import PushTrainer
 from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout, until_running
-from tests.helpers.tiny_models import EOS_ID, VOCAB_SIZE, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
+from tests.helpers.tiny_models import (
+    EOS_ID,
+    VOCAB_SIZE,
+    perturbed_tensors,
+    reference_choices,
+    reference_logprobs,
+    save_tiny_model,
+    save_variant,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 6, 7, 90, 100]
+"""With an id that no tokenizer gives but the model has: no engine may stumble over it."""
+NUM_KNOWN = 97
 SAMPLING = SamplingParams(max_new_tokens=16, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=150, ignore_eos=True)
 TIMEOUT_S = 60.0
@@ -35,7 +46,9 @@ TIMEOUT_S = 60.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "model", "qwen2", tied=True)
+    folder = save_tiny_model(tmp_path_factory.mktemp("model") / "model", "qwen2", tied=True)
+    make_padding_loud(folder, NUM_KNOWN)
+    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -75,9 +88,26 @@ async def test_generate_answers_ids_with_the_models_logprobs(client: RolloutClie
         for completion in await _sample(client, replace(SAMPLING, temperature=temperature)):
             assert completion.finish_reason is FinishReason.LENGTH
             assert len(completion.response_ids) == 16
-            assert completion.response_ids.max() < VOCAB_SIZE
+            assert completion.response_ids.max() < NUM_KNOWN
             expected = reference_logprobs(model, PROMPT, completion.response_ids.tolist(), temperature=temperature)
             np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+async def test_evaluation_settings_narrow_what_is_sampled(client: RolloutClient, model: Path) -> None:
+    (greedy,) = await _sample(client, replace(SAMPLING, temperature=0.0), seeds=(1,))
+    ids = greedy.response_ids.tolist()
+    assert ids == reference_choices(model, PROMPT, ids)
+    np.testing.assert_allclose(greedy.rollout_logprobs, reference_logprobs(model, PROMPT, ids), atol=1e-4, err_msg="untempered values")
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
+        (single,) = await _sample(client, replace(SAMPLING, **narrow), seeds=(1,))  # type: ignore[arg-type]
+        assert single.response_ids.tolist() == ids
+        np.testing.assert_allclose(single.rollout_logprobs, 0.0, atol=1e-6, err_msg="of what is left, only one")
+    for wide in ({"top_k": 3}, {"top_p": 0.8}):
+        for completion in await _sample(client, replace(SAMPLING, **wide)):  # type: ignore[arg-type]
+            plain = reference_logprobs(model, PROMPT, completion.response_ids.tolist())
+            # Renormalised over what is left: why training refuses these settings.
+            assert (completion.rollout_logprobs >= plain - 1e-4).all()
+            assert (completion.rollout_logprobs > plain + 1e-3).any()
 
 
 async def test_seeds_repeat_and_no_seeds_differ(client: RolloutClient) -> None:

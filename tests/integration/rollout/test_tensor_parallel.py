@@ -12,11 +12,14 @@ from shoal.clients.rollout import RolloutClient
 from shoal.clients.weights import WeightSinkClient
 from shoal.config.models import PushSection
 from shoal.types import Completion, InflightMode, SamplingParams
+from tests.helpers.padded_models import make_padding_loud
 from tests.helpers.rollout_process import SECURITY, RolloutProcess, start_rollout
 from tests.helpers.tiny_models import Architecture, perturbed_tensors, reference_logprobs, save_tiny_model, save_variant
 from tests.helpers.weight_source import FakeSource
 
 PROMPT = [5, 6, 7, 90, 100]
+NUM_KNOWN = 60
+"""The padding is in the shards of both workers, which hold 64 rows each."""
 
 
 @pytest.mark.slow
@@ -24,6 +27,7 @@ PROMPT = [5, 6, 7, 90, 100]
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("llama", False)])
 async def test_push_into_two_workers_serves_exactly_the_new_weights(tmp_path: Path, architecture: Architecture, tied: bool) -> None:
     folder = save_tiny_model(tmp_path / "model", architecture, tied=tied)
+    make_padding_loud(folder, NUM_KNOWN)
     server = await start_rollout(tmp_path / "server", folder, overrides=["rollout.tensor_parallel_size=2"])
     try:
         await _check(server, folder)
@@ -60,5 +64,6 @@ async def _check(server: RolloutProcess, folder: Path) -> None:
         sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
         completions: list[Completion] = [c async for c in client.generate("r", PROMPT, sampling, 4, (1, 2, 3, 4), timeout_s=60)]
     for completion in completions:
+        assert completion.response_ids.max() < NUM_KNOWN
         expected = reference_logprobs(folder, PROMPT, completion.response_ids.tolist())
         np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
