@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from shoal_trainer.source_layout import ComputedTensor
 from shoal_trainer.weight_source import SourceIdentity, WeightSource
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -216,7 +217,7 @@ class PushRig:
     """One rank's source and some servers, pushed to as a coordinator does. `version` is what the parameters hold.
 
     Args:
-        parameters: live tensors; change them in place.
+        parameters: live tensors; change them in place. Or what is computed from several.
         frozen: names of those that are not trained.
         transport: None for a `MemoryTransport` to the servers.
         settings: fields of `PushSection`.
@@ -224,7 +225,7 @@ class PushRig:
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor | ComputedTensor],
         *servers: StagingServer,
         frozen: Collection[str] = (),
         transport: SourceTransport | None = None,
@@ -236,7 +237,10 @@ class PushRig:
         self.settings = PushSection(**settings)
         self.memory = MemoryTransport(*servers)
         self.source = WeightSource(
-            {name: nn.Parameter(tensor, requires_grad=name not in frozen) for name, tensor in parameters.items()},
+            {
+                name: nn.Parameter(one, requires_grad=name not in frozen) if isinstance(one, Tensor) else one
+                for name, one in parameters.items()
+            },
             identity(source_id=source_id),
             self.memory if transport is None else transport,
             self.settings,
