@@ -44,9 +44,9 @@ def mask_of(value: list[Any]) -> Tensor:
     return torch.tensor(value, dtype=torch.bool)
 
 
-def assert_close(actual: Tensor, expected: object, *, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+def assert_close(actual: Tensor, expected: object, *, rtol: float = 1e-9, atol: float = 1e-12, equal_nan: bool = False) -> None:
     """Compare with the case file's float64 tolerance."""
-    torch.testing.assert_close(actual, numbers(expected, actual.dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(actual, numbers(expected, actual.dtype), rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 def _decoded(value: object) -> object:

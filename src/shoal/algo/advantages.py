@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.algo.masking import SumOverRanks, masked_moments, one_rank, select, whiten
+from shoal.algo.masking import SumOverRanks, deviations_from, masked_moments, one_rank, select, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def reinforce_pp_estimator(
     mask = scored_mask(inputs)
     returns = reward_to_go(inputs.rewards, mask, gamma=gamma)
     moments = masked_moments(returns, mask, sum_over_ranks)
-    scaled = (returns.double() - moments.mean) * torch.rsqrt(moments.variance().clamp(min=1e-8))
+    scaled = deviations_from(moments.mean, returns) * torch.rsqrt(moments.variance().clamp(min=1e-8))
     return select(scaled, mask).to(returns.dtype), returns
 
 

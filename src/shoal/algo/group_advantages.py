@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.algo.advantages import AdvantageInputs, scored_mask
 from shoal.algo.lookup import lookup
-from shoal.algo.masking import SumOverRanks, masked_moments, one_rank, select, whiten
+from shoal.algo.masking import SumOverRanks, deviations_from, masked_moments, one_rank, select, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,7 @@ def group_statistics(
     sums = torch.stack((empty.index_add(0, group_index, scored.double()), empty.index_add(0, group_index, clean)))
     sizes, totals = sum_over_ranks(sums).unbind()
     means = totals / sizes.clamp(min=1.0)
-    deviations = select(clean - means[group_index], scored)
-    # The mean of equal numbers may be off by rounding; such a deviation is no spread.
-    deviations = torch.where(deviations.abs() <= 1e-12 * means[group_index].abs(), 0.0, deviations)
+    deviations = select(deviations_from(means[group_index], clean), scored)
     spreads = sum_over_ranks(empty.index_add(0, group_index, deviations.square()))
     return GroupStatistics(size=sizes[group_index], mean=means[group_index], sum_sq_dev=spreads[group_index])
 
@@ -82,7 +80,7 @@ def centred_scores(scores: Tensor, statistics: GroupStatistics, *, group_baselin
     Raises: ConfigError: unknown group_baseline.
     """
     others = lookup(_BASELINES, "group_baseline", group_baseline)
-    centred = scores.double() - statistics.mean
+    centred = deviations_from(statistics.mean, scores)
     if others:
         centred = centred * statistics.size / (statistics.size - others).clamp(min=1.0)
     return select(centred, ~scores.isnan() & (statistics.sum_sq_dev > 0))
@@ -175,7 +173,7 @@ def gdpo_advantages(
         total = total + weight * _divided(centred_scores(column, statistics), statistics, ddof, group_eps)
         has_spread |= statistics.sum_sq_dev > 0
     moments = masked_moments(total, scored, sum_over_ranks)
-    shifted = total - moments.mean
+    shifted = deviations_from(moments.mean, total)
     scaled = shifted if ddof is None else shifted / (moments.variance(ddof).sqrt() + group_eps)
     # The mean of the batch may be off by rounding: a group without any spread stays exactly 0.
     return select(scaled, scored & has_spread).to(components.dtype)

@@ -58,6 +58,12 @@ class Moments:
         return torch.where(divisor > 0, self.sum_sq_dev / divisor.clamp(min=1.0), 0.0)
 
 
+def deviations_from(mean: Tensor, x: Tensor) -> Tensor:
+    """x - mean in float64, exactly 0 where they differ by the rounding of the mean only: equal elements have no spread."""
+    deviations = x.double() - mean
+    return torch.where(deviations.abs() <= 1e-12 * mean.abs(), 0.0, deviations)
+
+
 def masked_moments(x: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Moments:
     """Return count, mean and squared deviations of the unmasked elements over all ranks.
 
@@ -71,7 +77,7 @@ def masked_moments(x: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_r
     clean = select(x.detach(), mask).double()
     count, total = sum_over_ranks(torch.stack((mask.sum().double(), clean.sum()))).unbind()
     mean = total / count.clamp(min=1.0)
-    deviations = select(clean - mean, mask)
+    deviations = select(deviations_from(mean, clean), mask)
     sum_sq_dev = sum_over_ranks(deviations.square().sum().reshape(1))[0]
     return Moments(count=count, mean=mean, sum_sq_dev=sum_sq_dev)
 
@@ -88,7 +94,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Moments, *, shift_mean: bool = True
         eps: added to the variance.
     Returns: same shape and dtype, 0 where masked; 0 also where a constant was shifted.
     """
-    scaled = (select(x, mask).double() - moments.mean) * torch.rsqrt(moments.variance(ddof) + eps)
+    scaled = deviations_from(moments.mean, select(x, mask)) * torch.rsqrt(moments.variance(ddof) + eps)
     if not shift_mean:
         scaled = scaled + moments.mean
     return select(scaled, mask).to(x.dtype)

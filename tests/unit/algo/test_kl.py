@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from shoal.algo.kl import KL_ESTIMATORS, max_log_gap, token_kl
 from shoal.algo.steering import adapted_kl_coef
+from shoal.config.algorithm import KlEstimator
 from shoal.errors import ConfigError
 from tests.helpers.math_cases import assert_close, math_case, numbers
 
@@ -30,7 +33,36 @@ def test_kl_direction_is_policy_to_reference(name: str) -> None:
     assert_close((policy * kl).sum(), case["expected"][f"E_{name}"])
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
+    case = math_case("M-KL-01")
+    logprobs = numbers(case["inputs"]["logprobs"]).requires_grad_()
+    kl = token_kl(logprobs, numbers(case["inputs"]["ref_logprobs"]), torch.ones(4, dtype=torch.bool), kl_estimator="k3_straight_through")
+    torch.autograd.backward(kl.sum())
+    assert logprobs.grad is not None
+    assert_close(kl.detach(), case["expected"]["k3"])
+    assert_close(logprobs.grad, case["expected"]["grad_k2"])
+
+
+@pytest.mark.parametrize(("name", "reverse"), [("k2", False), ("k3_straight_through", False), ("k3", True)])
+def test_gradient_over_the_policys_samples_is_that_of_a_kl(name: str, reverse: bool) -> None:
+    """k3 alone has the gradient of the other direction; that is why the straight-through variant exists."""
+    case = math_case("M-KL-03")
+    ref = numbers(case["inputs"]["ref"])
+    logits = numbers(case["inputs"]["policy"]).log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    policy = logprobs.detach().exp()
+    kl = token_kl(logprobs, ref.log(), torch.ones(3, dtype=torch.bool), kl_estimator=name)
+    # The sampling distribution is fixed: what the loss differentiates is the estimate at each sample.
+    (estimated,) = torch.autograd.grad((policy * kl).sum(), logits, retain_graph=True)
+    exact = (ref * (ref.log() - logprobs)).sum() if reverse else (logprobs.exp() * (logprobs - ref.log())).sum()
+    assert_close(estimated, torch.autograd.grad(exact, logits)[0].tolist())
+
+
+def test_estimators_are_those_of_the_configuration() -> None:
+    assert set(KL_ESTIMATORS) == set(get_args(KlEstimator))
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 @pytest.mark.parametrize("gap", [-200.0, -90.0, 90.0, 200.0])
 def test_kl_is_finite_in_float32_at_any_gap(name: str, gap: float) -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
@@ -59,7 +91,7 @@ def test_k3_keeps_the_digits_of_a_small_gap_in_float32() -> None:
     assert float(kl) == pytest.approx(5.0016671e-07, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_kl_ignores_masked_slots(name: str, garbage: float) -> None:
     logprobs = torch.tensor([-1.0, garbage], requires_grad=True)
@@ -72,7 +104,7 @@ def test_kl_ignores_masked_slots(name: str, garbage: float) -> None:
 
 
 def test_kl_refuses_an_unknown_estimator() -> None:
-    with pytest.raises(ConfigError, match="kl_estimator is 'k4'; use one of k1, k2, k3"):
+    with pytest.raises(ConfigError, match="kl_estimator is 'k4'; use one of k1, k2, k3, k3_straight_through"):
         token_kl(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), kl_estimator="k4")
 
 

@@ -56,3 +56,11 @@ def test_select_has_zero_gradient_at_masked_slots() -> None:
 def test_select_refuses_a_wrong_mask(mask: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(torch.zeros(2), mask)
+
+
+@pytest.mark.parametrize("value", [0.35, 1 / 3, -7.1, 1e6 + 0.1])
+def test_equal_elements_have_no_spread_and_whiten_to_exact_zeros(value: float) -> None:
+    x, mask = torch.full((7, 3), value, dtype=torch.float64), torch.ones(7, 3, dtype=torch.bool)
+    moments = masked_moments(x, mask)
+    assert float(moments.sum_sq_dev) == 0.0
+    assert torch.equal(whiten(x, mask, moments), torch.zeros(7, 3, dtype=torch.float64))
