@@ -83,7 +83,7 @@ def join_gang(gang: GangSection) -> RankContext:
     if missing:
         raise ConfigError(f"{', '.join(missing)} not set: start ranks with `python -m torch.distributed.run ... -m shoal_trainer ...`")
     device = _choose_device(gang)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(gang, device)
     if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
         # All ranks are on this machine: the host name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -91,6 +91,13 @@ def join_gang(gang: GangSection) -> RankContext:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     return RankContext(rank=rank, world_size=world_size, device=device, mesh=mesh)
+
+
+def _backend(gang: GangSection, device: torch.device) -> str:
+    """Names of the process group's backends; shards that are offloaded from a GPU are gathered in host memory, which nccl cannot."""
+    if device.type == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if gang.offload else "nccl"
 
 
 def shared_random_id(context: RankContext) -> str:

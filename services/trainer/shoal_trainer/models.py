@@ -4,20 +4,28 @@ Legend: B sequences, L input positions, N chosen positions, H hidden size, V voc
 
 Each decoder block is one FSDP group and the wrapper is the root group; the output embedding (which may be tied to the input embedding) is
 used inside the root's forward, where its weight is whole. Only chosen positions go through it, chunk by chunk, so [B, L, V] never exists.
-Modules stay in eval mode: dropout would make the probability ratio of fresh data differ from 1.
+Modules stay in eval mode: dropout would make the probability ratio of fresh data differ from 1. A reference and a critic go the same way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shoal.algo.logprobs import token_logprobs
 from shoal.config.gang import GangSection
@@ -26,7 +34,9 @@ from shoal.errors import ConfigError
 from shoal.vocabulary import sampled_vocab_size
 from shoal_trainer.attention import attention_implementation
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.inputs import ModelInputs
+from shoal_trainer.inputs import Layout, ModelInputs, pack_rows, pad_rows
+from shoal_trainer.lora import add_adapters
+from shoal_trainer.packing import choose_packing
 
 # transformers is untyped and takes seconds to import: it is imported where a model is loaded.
 _Pretrained: TypeAlias = Any
@@ -40,14 +50,16 @@ _LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 class PolicyModel(nn.Module):
     """A causal language model that answers log-probabilities of given tokens."""
 
-    def __init__(self, language_model: _Pretrained, vocab_size: int) -> None:
+    def __init__(self, language_model: _Pretrained, vocab_size: int, *, packs: bool = False) -> None:
         """Args:
         language_model: a Hugging Face causal language model.
         vocab_size: ids [0, vocab_size) are normalised over, as the engine samples from them.
+        packs: it is to be fed with packed sequences.
         """
         super().__init__()
         self.language_model = language_model
         self.vocab_size = vocab_size
+        self.packs = packs
 
     def forward(
         self, inputs: ModelInputs, positions: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
@@ -106,9 +118,10 @@ class ValueHead(nn.Module):
 class ValueModel(nn.Module):
     """The backbone of a causal language model with a value head."""
 
-    def __init__(self, backbone: _Pretrained) -> None:
+    def __init__(self, backbone: _Pretrained, *, packs: bool = False) -> None:
         super().__init__()
         self.backbone = backbone
+        self.packs = packs
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
@@ -122,29 +135,40 @@ class ValueModel(nn.Module):
         return cast("Tensor", self.value_head(_last_hidden(self.backbone, inputs, positions).float()))
 
 
-def load_policy(path: str, model: ModelSection, gang: GangSection, context: RankContext, *, trainable: bool) -> PolicyModel:
+def load_policy(path: str, model: ModelSection, gang: GangSection, context: RankContext, *, trainable: bool, seed: int = 0) -> PolicyModel:
     """Load and shard a policy, or a frozen reference; both normalise over the ids that the tokenizer of `model.path` knows.
 
-    Raises: ConfigError: no such model, or one whose logits are changed after the output embedding.
+    Args:
+        seed: of the adapters, if the policy is trained with `gang.lora`.
+    Raises: ConfigError: no such model, one whose logits are changed after the output embedding, or one that a setting does not fit.
     """
-    language_model = _load("AutoModelForCausalLM", path, model, attention_implementation(gang, context.device))
+    language_model = _load("AutoModelForCausalLM", path, model, gang, context)
     _check_logits(language_model, path)
     vocab_size = sampled_vocab_size(model.path, int(language_model.config.get_text_config().vocab_size))
-    policy = PolicyModel(language_model, vocab_size).eval().requires_grad_(trainable)
-    _shard(policy, language_model, gang, context)
+    packs = choose_packing(language_model.get_decoder(), gang, context)
+    policy = PolicyModel(language_model, vocab_size, packs=packs).eval().requires_grad_(trainable)
+    if trainable and gang.lora is not None:
+        add_adapters(language_model, gang.lora, list(_blocks(language_model)), path=path, seed=seed)
+    _shard(policy, language_model, gang, context, trainable=trainable)
     # FSDP gathers parameters around `forward` alone unless it is told of other ways in.
     register_fsdp_forward_method(policy, "score")
     return policy
 
 
 def load_value_model(model: ModelSection, gang: GangSection, context: RankContext) -> ValueModel:
-    """Load the backbone of `model.path`, add a value head and shard both. Raises: ConfigError: no such model."""
-    backbone = _load("AutoModel", model.path, model, attention_implementation(gang, context.device))
-    value_model = ValueModel(backbone).eval()
-    # Rounded to bfloat16 a value keeps two digits.
-    fully_shard(value_model.value_head, mesh=context.mesh)
-    _shard(value_model, backbone, gang, context)
+    """Load the backbone of `model.path`, add a value head and shard both. Raises: ConfigError: as `load_policy`."""
+    backbone = _load("AutoModel", model.path, model, gang, context)
+    value_model = ValueModel(backbone, packs=choose_packing(backbone, gang, context)).eval()
+    # Without mixed precision: rounded to bfloat16 a value keeps two digits.
+    fully_shard(value_model.value_head, **_sharding(gang, context, trainable=True))
+    _shard(value_model, backbone, gang, context, trainable=True)
     return value_model
+
+
+def layout_for(*models: nn.Module | None) -> Layout:
+    """How sequences are laid out that all of these models are fed with; a module of another kind runs one of the others."""
+    own = [model for model in models if isinstance(model, PolicyModel | ValueModel)]
+    return pack_rows if all(model.packs for model in own) else pad_rows
 
 
 def named_shards(module: nn.Module) -> dict[str, DTensor]:
@@ -152,19 +176,29 @@ def named_shards(module: nn.Module) -> dict[str, DTensor]:
 
     Call it while no forward is running: a running one swaps in whole parameters.
     """
+    _reshard(module)
     return {name.removeprefix("language_model."): cast("DTensor", parameter) for name, parameter in module.named_parameters()}
 
 
 def forget_passes(module: nn.Module) -> None:
-    """Make FSDP forget forwards that no backward will follow; they would add up, and disturb the order of later backwards."""
-    root = cast("FSDPModule", module)
-    if _is_started(root):
-        root.reset_iter_state()
+    """Make FSDP forget forwards that no backward will follow; they would add up, and disturb the order of later backwards.
+
+    Nothing is forgotten of a module that is no FSDP root, such as a reference that runs the policy.
+    """
+    if isinstance(module, FSDPModule) and _is_started(module):
+        module.reset_iter_state()
 
 
 def num_parameters(module: nn.Module) -> int:
     """Elements of all parameters over all ranks."""
     return sum(math.prod(parameter.shape) for parameter in module.parameters())
+
+
+def _reshard(module: nn.Module) -> None:
+    """Drop gathered parameters; a kept graph gathers them again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _is_started(root: FSDPModule) -> bool:
@@ -173,18 +207,20 @@ def _is_started(root: FSDPModule) -> bool:
 
 
 def _last_hidden(backbone: _Pretrained, inputs: ModelInputs, positions: Tensor) -> Tensor:
-    hidden: Tensor = backbone(input_ids=inputs.input_ids, use_cache=False).last_hidden_state
+    hidden: Tensor = backbone(**inputs.arguments()).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
-def _load(factory: str, path: str, model: ModelSection, attention: str) -> _Pretrained:
+def _load(factory: str, path: str, model: ModelSection, gang: GangSection, context: RankContext) -> _Pretrained:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        attention = attention_implementation(gang, context.device, config.get_text_config())
         loaded = getattr(transformers, factory).from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=model.trust_remote_code
+            path, config=config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
         found = "is not a folder here" if not Path(path).is_dir() else "cannot be loaded"
@@ -206,13 +242,32 @@ def _check_logits(language_model: _Pretrained, path: str) -> None:
         raise ConfigError(f"model {path!r} has a bias on its output embedding, which is not supported; choose a model without it")
 
 
-def _shard(root: nn.Module, pretrained: _Pretrained, gang: GangSection, context: RankContext) -> None:
-    options: dict[str, Any] = {"mesh": context.mesh, "reshard_after_forward": True}
+def _shard(root: nn.Module, pretrained: _Pretrained, gang: GangSection, context: RankContext, *, trainable: bool) -> None:
+    options = _sharding(gang, context, trainable=trainable)
     if gang.precision == "bf16_mixed":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in _blocks(pretrained):
+        if gang.activation_checkpointing and trainable:
+            _checkpoint(block)
         fully_shard(block, **options)
     fully_shard(root, **options)
+
+
+def _sharding(gang: GangSection, context: RankContext, *, trainable: bool) -> dict[str, Any]:
+    """Options of `fully_shard`. A frozen model has no backward that could still use what its forward gathered."""
+    options: dict[str, Any] = {"mesh": context.mesh, "reshard_after_forward": gang.reshard_after_forward or not trainable}
+    if gang.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+    return options
+
+
+def _checkpoint(block: nn.Module) -> None:
+    """Compute a block again in the backward, inside of FSDP's hooks, which gather its parameters for that.
+
+    The method is replaced, not the module wrapped: parameters keep their names.
+    """
+    # Without dropout there is no random state to restore.
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _blocks(pretrained: _Pretrained) -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ from shoal_trainer.distributed import RankContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one optimizer step did: the same on every rank. grad_norm is the norm before clipping."""
+    """What one optimizer step did: the same on every rank. applied: False if it was skipped. grad_norm: before clipping."""
 
     applied: bool
     grad_norm: float
@@ -28,12 +28,17 @@ class StepOutcome:
 class Optimizer:
     """One gang's optimizer on one rank.
 
-    A step whose gradient is not finite on any rank is skipped on all: parameters, moments and the schedule stay as they are.
+    A step whose gradient is not finite on any rank is skipped on all: parameters, moments and the schedule stay as they are. So is a
+    step without any gradient at all (its norm is 0): old moments or weight decay would move the parameters for no reason.
+
+    Args:
+        parameters: of the module; frozen ones are left out.
+        planned_updates: optimizer steps of the whole run, over which a falling learning rate falls.
     """
 
     def __init__(self, parameters: Iterable[Tensor], gang: GangSection, context: RankContext, *, planned_updates: int) -> None:
-        self._parameters = list(parameters)
-        self._total_steps = planned_updates if gang.lr_schedule == "linear" else None
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._planned_updates = planned_updates
         self._gang = gang
         self._context = context
         # Fused is the fastest of the implementations on a CPU too.
@@ -46,13 +51,20 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Rate of the next update."""
-        return learning_rate(self.num_updates, lr=self._gang.lr, warmup_steps=self._gang.warmup_steps, total_steps=self._total_steps)
+        return learning_rate(
+            self.num_updates,
+            lr=self._gang.lr,
+            warmup_steps=self._gang.warmup_steps,
+            total_steps=self._planned_updates,
+            schedule=self._gang.lr_schedule,
+            min_share=self._gang.min_lr_share,
+        )
 
     def step(self) -> StepOutcome:
         """Clip the gradients, update the parameters, drop the gradients."""
         gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         norm = float(global_grad_norm(gradients, self._context.sum_over_ranks))
-        outcome = StepOutcome(applied=math.isfinite(norm), grad_norm=norm, lr=self.lr)
+        outcome = StepOutcome(applied=math.isfinite(norm) and norm > 0, grad_norm=norm, lr=self.lr)
         if outcome.applied:
             self._update(gradients, clip_coefficient(norm, self._gang.max_grad_norm), outcome.lr)
         else:

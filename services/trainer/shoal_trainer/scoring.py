@@ -17,8 +17,8 @@ from torch import Tensor
 from shoal.config.models import MAX_SCORED_SEQUENCES
 from shoal.errors import InvalidRequestError
 from shoal.types import TokenScores, TokenSequence
-from shoal_trainer.inputs import ModelInputs, pad_rows
-from shoal_trainer.models import PolicyModel
+from shoal_trainer.inputs import Layout, ModelInputs
+from shoal_trainer.models import PolicyModel, layout_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def score_sequences(
 
 def _score_pass(policy: PolicyModel, sequences: Sequence[TokenSequence], device: torch.device) -> list[TokenScores]:
     lengths = [len(sequence.response_ids) for sequence in sequences]
-    inputs, positions, token_ids = _inputs(sequences)
+    inputs, positions, token_ids = _inputs(sequences, layout_for(policy))
     logprobs, greedy_ids = policy.score(inputs.to(device), positions.to(device), token_ids.to(device))
     return [
         TokenScores(logprobs=tuple(of_row.tolist()), greedy_ids=tuple(ids_of_row.tolist()))
@@ -55,10 +55,10 @@ def _score_pass(policy: PolicyModel, sequences: Sequence[TokenSequence], device:
     ]
 
 
-def _inputs(sequences: Sequence[TokenSequence]) -> tuple[ModelInputs, Tensor, Tensor]:
+def _inputs(sequences: Sequence[TokenSequence], layout: Layout) -> tuple[ModelInputs, Tensor, Tensor]:
     """The input; flat positions before each response token, and these tokens, [N] each."""
     ids = [[*sequence.prompt_ids, *sequence.response_ids][: _input_length(sequence)] for sequence in sequences]
-    inputs = pad_rows([np.array(row, np.int32) for row in ids])
+    inputs = layout([np.array(row, np.int32) for row in ids])
     positions: list[int] = []
     token_ids: list[int] = []
     for sequence, first in zip(sequences, inputs.starts.tolist(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shoal.config.base import Section
 
@@ -71,3 +71,9 @@ class GangSection(Section):
     """A collective that waits longer fails the gang."""
     command_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one forward or update command."""
+
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _unquoted(cls, value: object) -> object:
+        """YAML reads a bare on or off as a bool."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
