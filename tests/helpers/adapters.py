@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from shoal_trainer.distributed import RankContext
+from shoal_trainer.inputs import pad_rows
 from shoal_trainer.merging import ServedWeights
 from shoal_trainer.models import PolicyModel, load_policy, named_shards
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from shoal.config.models import RunConfig
@@ -42,13 +45,8 @@ def move_adapters(policy: nn.Module, *, seed: int, scale: float = 0.1) -> None:
             if parameter.requires_grad:
                 assert "lora_" in name
                 noise = scale * torch.randn(parameter.shape, generator=generator)
-                parameter.add_(_like(noise, parameter))
-
-
-def _like(whole: Tensor, parameter: Any) -> Tensor:  # noqa: ANN401
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                assert isinstance(parameter, DTensor)
+                parameter.add_(distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def served_by(policy: PolicyModel, config: RunConfig, context: RankContext) -> ServedWeights:
@@ -61,8 +59,18 @@ def peft_model(base: Path, adapter: Path) -> PeftModel:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter)).eval()
 
 
-def all_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probabilities of every token after every prefix; [B, L, V]."""
+def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Log-probability of every token but the first, by a Hugging Face model; [B, L - 1]."""
     with torch.no_grad():
         logits: Tensor = model(ids).logits
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def policy_logprobs(policy: PolicyModel, ids: Tensor) -> Tensor:
+    """The same by a policy."""
+    rows, length = ids.shape
+    positions = torch.cat([row * length + torch.arange(length - 1) for row in range(rows)])
+    inputs = pad_rows([row.numpy().astype(np.int32) for row in ids])
+    with torch.no_grad():
+        found: Tensor = policy(inputs, positions, ids[:, 1:].flatten(), 1.0, False)[0]
+    return found.view(rows, length - 1)
