@@ -133,6 +133,12 @@ class RewardSection(Section):
     max_unscored_share: float = Field(default=0.5, ge=0, le=1)
     """Above this share of unscored samples in a step the run stops with an error that names the scorer."""
 
+    @property
+    def scorers(self) -> dict[str, str]:
+        """Name of each scorer of the run -> the version that is asked for; empty for the newest, as for all but `scorer`."""
+        names = sorted({*self.sources.values()}) or [self.scorer]
+        return {name: self.version if name == self.scorer else "" for name in names}
+
 
 class PushSection(Section):
     """Weight push after every step; docs/weight-push.md."""
