@@ -77,12 +77,8 @@ class GroupScorer:
         self._wait_for_server_s = wait_for_server_s
         self._source_key = source_key
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self._unseen = set(self.scorers)
-
-    @property
-    def scorers(self) -> tuple[str, ...]:
-        """Names of all scorers of the run, sorted."""
-        return tuple(sorted(set(self._config.sources.values()))) or (self._config.scorer,)
+        self._versions = config.scorers
+        self._unseen = set(self._versions)
 
     async def score(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
         """Score groups, in order.
@@ -118,10 +114,6 @@ class GroupScorer:
         if not self._config.sources:
             return self._config.scorer
         return self._config.sources[str(group.task.row[self._source_key])]
-
-    def _version_of(self, scorer: str) -> str:
-        """reward.version is that of reward.scorer; of other scorers the newest is asked for."""
-        return self._config.version if scorer == self._config.scorer else ""
 
     async def _ask_for(self, scorer: str) -> str | None:
         """Ask a server for a scorer without scoring; returns its name if one answered."""
@@ -166,7 +158,7 @@ class GroupScorer:
     async def _call(self, scorer: str, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, str, list[ScoreResult]]:
         """Returns the service's id, the scorer's version and one checked result per sample."""
         if not samples:
-            return "", self._version_of(scorer), []
+            return "", self._versions[scorer], []
         try:
             service, (version, results) = await self._call_servers(scorer, samples, timeout_s)
             checked = checked_results(samples, results)
@@ -176,7 +168,7 @@ class GroupScorer:
         except ShoalError as error:
             message = f"{type(error).__name__}: {error}"
             failed = [ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message=message) for sample in samples]
-            return "", self._version_of(scorer), failed
+            return "", self._versions[scorer], failed
 
     def _cannot_score(self, scorer: str, error: NotFoundError | InvalidRequestError) -> ShoalError:
         sources = sorted(source for source, name in self._config.sources.items() if name == scorer)
@@ -196,7 +188,7 @@ class GroupScorer:
             left_s = min(timeout_s, max(0.001, deadline - time.monotonic()))
             try:
                 with self._pool.working(server, num_tokens):
-                    answer = await server.client.score(scorer, self._version_of(scorer), samples, timeout_s=left_s)
+                    answer = await server.client.score(scorer, self._versions[scorer], samples, timeout_s=left_s)
                     return server.server_id, answer
             except UnavailableError:
                 failed_on.append(server.server_id)

@@ -53,13 +53,14 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(config: RunConfig, arguments: argparse.Namespace, pool: ScoringPool) -> None:
     load_modules(config.reward.modules)
     service = RewardService(service_id=arguments.service_id, registry=REGISTRY, pool=pool)
-    scorer = service.find(config.reward.scorer, config.reward.version)
+    scorers = [service.find(name, version) for name, version in config.reward.scorers.items()]
     server = RpcServer(arguments.host, arguments.port, config.security)
     server.add(lambda target: add_RewardServiceServicer_to_server(RewardServicer(service), target), SERVICE_NAME)
     port = await server.start()
     metrics_port = start_metrics_server(config.telemetry.metrics_port, host=arguments.host)
     server.set_serving(True)
-    log.info("reward_ready", scorer=scorer.name, version=scorer.version, port=port, metrics_port=metrics_port)
+    names = ", ".join(f"{scorer.name} {scorer.version}" for scorer in scorers)
+    log.info("reward_ready", scorers=names, port=port, metrics_port=metrics_port)
     async with LeaseKeeper(arguments.coordinator, _service_info(config, arguments, port), config.security):
         await serve_until_signal(server)
 

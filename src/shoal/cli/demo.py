@@ -87,8 +87,9 @@ def _load(options: DemoOptions, name: str, overrides: list[str]) -> RunConfig:
 def _own_overrides(options: DemoOptions) -> list[str]:
     if not (options.model and options.data and options.reward):
         raise ConfigError("--model, --data and --reward belong together: give all three, or none for a preset")
-    if not Path(options.data).is_file():
-        raise DataError(f"--data {options.data} is not a file; give a JSONL file with one row a line")
+    for option, path in (("--data", options.data), ("--held-out", options.held_out)):
+        if path and not Path(path).exists():
+            raise DataError(f"{option} {path} does not exist; give a JSONL or Parquet file, or the folder of a data set")
     chosen = [f"model.path={options.model}", f"data.train={Path(options.data).absolute()}"]
     if options.held_out:
         chosen.append(f"data.held_out={Path(options.held_out).absolute()}")

@@ -29,8 +29,10 @@ def demo(
     redis: Annotated[str | None, typer.Option(help="redis:// address of your own server; an embedded one otherwise")] = None,
     actor_ranks: Annotated[int | None, typer.Option(help="processes of the actor gang")] = None,
     model: Annotated[str | None, typer.Option(help="your model: Hugging Face folder or id (with --data and --reward)")] = None,
-    data: Annotated[str | None, typer.Option(help="your training rows, JSONL with a prompt column")] = None,
-    held_out: Annotated[str | None, typer.Option(help="your evaluation rows, JSONL")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="your training rows with a prompt column: JSONL, Parquet, or a data set's folder")
+    ] = None,
+    held_out: Annotated[str | None, typer.Option(help="your evaluation rows, in the same formats")] = None,
     reward: Annotated[str | None, typer.Option(help="name of the scorer")] = None,
     runs: Annotated[Path, typer.Option(help="folder of run folders")] = Path("runs"),
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value, overrides the configuration")] = None,

@@ -135,3 +135,14 @@ async def test_process_refuses_to_start_without_its_scorer(
     assert process.returncode == 2
     assert message in output.decode()
     assert leases.services() == ()
+
+
+async def test_process_refuses_to_start_without_the_scorer_of_a_source(registry: tuple[Registry, str], config_file: Path) -> None:
+    config = yaml.safe_load(config_file.read_text())
+    del config["reward"]["scorer"]
+    config["reward"]["sources"] = {"sums": "mine", "poems": "poet"}
+    config_file.write_text(yaml.safe_dump(config))
+    async with reward_process(config_file, registry[1]) as process:
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode == 2
+    assert "no scorer 'poet'; there is: arithmetic 1" in output.decode()

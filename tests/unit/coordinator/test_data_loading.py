@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ PADDED = 16
 """Rows of the embedding: ids from NUM_IDS on are padding."""
 
 
-def write_rows(folder: Path, *rows: dict[str, object], name: str = "train.jsonl") -> str:
+def write_rows(folder: Path, *rows: Mapping[str, object], name: str = "train.jsonl") -> str:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / name)
 
@@ -84,7 +84,9 @@ def lengths(data: LoadedData) -> list[int]:
 )
 def test_limit_counts_after_the_template(folder: Path, overlong: str, expected: list[int]) -> None:
     # With BOS, which the template adds, these are 15, 16 and 17 tokens.
-    chats: Sequence[dict[str, object]] = [{"prompt": [{"role": "user", "content": ("abcdefgh" * 3)[:length]}]} for length in (14, 15, 16)]
+    chats: Sequence[Mapping[str, object]] = [
+        {"prompt": [{"role": "user", "content": ("abcdefgh" * 3)[:length]}]} for length in (14, 15, 16)
+    ]
     write_rows(folder, *chats)
     rule = {"max_prompt_tokens": 16, "overlong": overlong}
     data = load_data(make_config(folder, data=rule))

@@ -177,7 +177,6 @@ async def test_scorer_of_a_rare_source_is_missed_at_the_first_call() -> None:
 async def test_other_scorers_are_asked_for_once_and_without_samples() -> None:
     server = FakeReward()
     scorer = router(server)
-    assert scorer.scorers == ("exact", "run")
     for uid in ("a", "b"):
         await scorer.score([group_of("sums", uid)])
     await scorer.score([group_of("code", "c")])
