@@ -53,6 +53,8 @@ class TrainerScores:
             micro = build_micro_batch([ref_of(record) for record in part], part, self.policy.vocab_size)
             assert micro.num_dropped == 0
             mask = micro.response_mask
+            # By the reported length: EOS is trained, what pads is not, whichever id they share.
+            assert mask.sum(dim=1).tolist() == [len(record.response_ids) for record in part]
             with torch.set_grad_enabled(with_gradient):
                 packed, _ = self.policy(micro.inputs, micro.positions_before(mask), micro.response_ids[mask], temperature, with_gradient)
             found += [tensor.detach().numpy() for tensor in packed.split([len(record.response_ids) for record in part])]

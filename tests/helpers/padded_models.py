@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from tests.helpers.tiny_models import Architecture, save_tiny_model
+from tests.helpers.tiny_models import EOS_ID, Architecture, save_tiny_model
 
 NUM_KNOWN = 60
 VOCAB_SIZE = 64
@@ -17,8 +17,8 @@ _HEADS = ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight
 
 
 def save_padded_model(folder: Path, architecture: Architecture, *, tied: bool, seed: int = 0) -> Path:
-    """Write a model with 64 rows and a tokenizer of 60 tokens; one of the ids 60 to 63 is nearly always the likeliest."""
-    save_tiny_model(folder, architecture, tied=tied, seed=seed, vocab_size=VOCAB_SIZE)
+    """Write a model with 64 rows and a tokenizer of 60 tokens; one of the ids 60 to 63 is nearly always the likeliest. It pads with EOS."""
+    save_tiny_model(folder, architecture, tied=tied, seed=seed, vocab_size=VOCAB_SIZE, pad_token_id=EOS_ID)
     make_padding_loud(folder, NUM_KNOWN)
     return folder
 

@@ -99,11 +99,11 @@ async def test_evaluation_settings_narrow_what_is_sampled(client: RolloutClient,
     assert ids == reference_choices(model, PROMPT, ids)
     np.testing.assert_allclose(greedy.rollout_logprobs, reference_logprobs(model, PROMPT, ids), atol=1e-4, err_msg="untempered values")
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
-        (single,) = await _sample(client, replace(SAMPLING, **narrow), seeds=(1,))  # type: ignore[arg-type]
+        (single,) = await _sample(client, replace(SAMPLING, **narrow), seeds=(1,))
         assert single.response_ids.tolist() == ids
         np.testing.assert_allclose(single.rollout_logprobs, 0.0, atol=1e-6, err_msg="of what is left, only one")
     for wide in ({"top_k": 3}, {"top_p": 0.8}):
-        for completion in await _sample(client, replace(SAMPLING, **wide)):  # type: ignore[arg-type]
+        for completion in await _sample(client, replace(SAMPLING, **wide)):
             plain = reference_logprobs(model, PROMPT, completion.response_ids.tolist())
             # Renormalised over what is left: why training refuses these settings.
             assert (completion.rollout_logprobs >= plain - 1e-4).all()
@@ -118,15 +118,24 @@ async def test_seeds_repeat_and_no_seeds_differ(client: RolloutClient) -> None:
     assert len({tuple(completion.response_ids.tolist()) async for completion in stream}) == 4
 
 
-async def test_stop_ids_eos_and_lengths_end_a_response(client: RolloutClient) -> None:
+async def test_stop_ids_eos_and_lengths_end_a_response(client: RolloutClient, model: Path) -> None:
     (greedy,) = await _sample(client, replace(SAMPLING, temperature=0.0), seeds=(1,))
     ids = greedy.response_ids.tolist()
     stop = ids[5]
     (stopped,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,)), seeds=(1,))
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.response_ids.tolist() == ids[: ids.index(stop) + 1]
+    stops = (*{*range(NUM_KNOWN)} - {*ids}, ids[9], ids[7], VOCAB_SIZE - 1)
+    (first,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=stops), seeds=(1,))
+    assert first.response_ids.tolist() == ids[: min(ids.index(ids[9]), ids.index(ids[7])) + 1]
+    np.testing.assert_allclose(first.rollout_logprobs, greedy.rollout_logprobs[: len(first.response_ids)], atol=1e-5)
     (late,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=9), seeds=(1,))
     assert len(late.response_ids) >= 9
+    assert stop not in late.response_ids[:9]
+    plain = reference_logprobs(model, PROMPT, late.response_ids.tolist())
+    assert (late.rollout_logprobs[:9] >= plain[:9] - 1e-4).all()
+    assert (late.rollout_logprobs[:9] > plain[:9] + 1e-4).any(), "renormalised while nothing may end: not what a trainer computes"
+    np.testing.assert_allclose(late.rollout_logprobs[9:], plain[9:], atol=1e-4)
     ends = await _sample(client, replace(SAMPLING, max_new_tokens=100, ignore_eos=False), seeds=tuple(range(8)))
     for completion in ends:
         is_eos = completion.response_ids[-1] == EOS_ID
