@@ -29,10 +29,14 @@ from shoal.types import (
 VOCAB_SIZE = 100
 
 
-def make_task(uid: str = "e0-i0", num_prompt_tokens: int = 3) -> PromptTask:
-    """A prompt of distinct small ids."""
+def make_task(uid: str = "e0-i0", num_prompt_tokens: int = 3, row: dict[str, object] | None = None) -> PromptTask:
+    """A prompt of distinct small ids; its row has the uid as answer by default."""
     return PromptTask(
-        uid=uid, group_id=uid, prompt_ids=np.arange(1, num_prompt_tokens + 1, dtype=np.int32), text=f"prompt {uid}", row={"answer": uid}
+        uid=uid,
+        group_id=uid,
+        prompt_ids=np.arange(1, num_prompt_tokens + 1, dtype=np.int32),
+        text=f"prompt {uid}",
+        row={"answer": uid} if row is None else row,
     )
 
 
@@ -69,7 +73,8 @@ class FakeRollout:
 
     script gets the request id and the completions to send, and returns what to send instead.
     fail_after: (number of completions, error raised after them).
-    gate, if given, holds every call back until it is set; gates does so for single uids. requests: (request_id, seeds) of every call.
+    gate, if given, holds every call back until it is set; gates does so for single uids. requests: (request_id, seeds) of every
+    call, sampling: its settings.
     """
 
     script: Callable[[str, list[Completion]], list[Completion]] = lambda request_id, completions: completions
@@ -78,6 +83,7 @@ class FakeRollout:
     fail_after: tuple[int, Exception] | None = None
     policy_version: int = 1
     requests: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    sampling: list[SamplingParams] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     num_open: int = 0
     num_cancelled: int = 0
@@ -95,6 +101,7 @@ class FakeRollout:
     ) -> AsyncGenerator[Completion, None]:
         """See the class."""
         self.requests.append((request_id, tuple(seeds)))
+        self.sampling.append(sampling)
         self.num_open += 1
         self.entered.set()
         try:

@@ -77,7 +77,7 @@ class Workload(Protocol):
         ...
 
     async def evaluate(self, policy_version: int) -> Evaluation:
-        """Greedy accuracy on the held-out rows."""
+        """Evaluate on the held-out rows."""
         ...
 
 
@@ -121,7 +121,7 @@ class TrainingWorkload:
             run_id=config.run.id,
             tokenizer_hash=data.tokenizer.tokenizer_hash,
             max_unscored_share=config.reward.max_unscored_share,
-            scorer_name=config.reward.scorer,
+            scorer_name=", ".join(config.reward.scorers),
         )
 
     @property
@@ -164,7 +164,7 @@ class TrainingWorkload:
         return await self._collector.collect(self._source.take, plan)
 
     async def evaluate(self, policy_version: int) -> Evaluation:
-        """Greedy accuracy of servers of at least policy_version."""
+        """Evaluate servers of at least policy_version on the held-out rows."""
         return await evaluate(
             self._data.held_out,
             self._dispatcher,

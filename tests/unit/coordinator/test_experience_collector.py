@@ -4,72 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from shoal_coordinator.collected import CollectedExperience
-from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
-from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
-from shoal_coordinator.prompts import PromptTask
-from shoal_coordinator.scoring import GroupScorer
-from shoal_coordinator.stage_clock import Stage, StageClock
+from shoal_coordinator.stage_clock import Stage
 
-from shoal.config.models import RewardSection, RolloutSection
+from shoal.config.models import RewardSection
 from shoal.errors import NotFoundError, StateError
 from shoal.types import Completion, FinishReason, ScoreResult, ScoreSample, ScoreStatus
-from tests.helpers.coordinator_fakes import (
-    VOCAB_SIZE,
-    FakeQueue,
-    FakeReward,
-    FakeRollout,
-    FakeTokenizer,
-    make_completion,
-    make_request,
-    make_task,
-    reward_pool,
-    rollout_pool,
-    sampled_ids,
-)
-
-
-@dataclass
-class Setup:
-    rollout: FakeRollout = field(default_factory=FakeRollout)
-    reward: FakeReward = field(default_factory=FakeReward)
-    queue: FakeQueue = field(default_factory=FakeQueue)
-    clock: StageClock = field(default_factory=StageClock)
-    max_unscored_share: float = 0.5
-    greedy: GenerationRequest | None = None
-    max_refills: int | None = None
-    position: int = 0
-
-    async def collect(self, num_groups: int = 2, num_samples: int = 2) -> CollectedExperience:
-        dispatcher = Dispatcher(
-            rollout_pool(a=self.rollout),
-            RolloutSection(retries=0),
-            run_id="run",
-            vocab_size=VOCAB_SIZE,
-            clock=self.clock,
-            wait_for_server_s=1.0,
-        )
-        collector = ExperienceCollector(
-            dispatcher,
-            GroupScorer(reward_pool(r=self.reward), RewardSection(scorer="sum"), FakeTokenizer(), self.clock, wait_for_server_s=1.0),
-            self.queue,
-            clock=self.clock,
-            run_id="run",
-            tokenizer_hash="hash",
-            max_unscored_share=self.max_unscored_share,
-            scorer_name="sum",
-        )
-        plan = CollectionPlan(num_groups=num_groups, request=make_request(num_samples), greedy=self.greedy, max_refills=self.max_refills)
-        return await collector.collect(self.take, plan)
-
-    def take(self, num_prompts: int) -> list[PromptTask]:
-        """Issue prompts g0, g1, ..."""
-        start, self.position = self.position, self.position + num_prompts
-        return [make_task(f"g{index}") for index in range(start, self.position)]
+from tests.helpers.coordinator_collecting import CollectorSetup
+from tests.helpers.coordinator_fakes import FakeReward, FakeRollout, make_completion, make_task, sampled_ids
 
 
 def unscored_where(is_unscored: Callable[[ScoreSample], bool], message: str = "scorer raised ValueError") -> FakeReward:
@@ -82,7 +27,7 @@ def unscored_where(is_unscored: Callable[[ScoreSample], bool], message: str = "s
 
 
 async def test_collect_queues_exactly_the_sampled_tokens_with_their_reward() -> None:
-    setup = Setup(rollout=FakeRollout(policy_version=3), reward=unscored_where(lambda _: False))
+    setup = CollectorSetup(rollout=FakeRollout(policy_version=3), reward=unscored_where(lambda _: False))
     collected = await setup.collect(num_groups=3)
     assert sorted(group[0].group_id for group in setup.queue.groups) == ["g0", "g1", "g2"]
     seeds_of = {request_id.split("/")[1]: seeds for request_id, seeds in setup.rollout.requests}
@@ -99,14 +44,14 @@ async def test_collect_queues_exactly_the_sampled_tokens_with_their_reward() -> 
 
 
 async def test_groups_are_queued_while_others_still_generate() -> None:
-    setup = Setup()
+    setup = CollectorSetup()
     setup.rollout.gates["g1"] = setup.queue.called
     # Would wait for ever if g0 were held back until g1 is done.
     assert (await asyncio.wait_for(setup.collect(num_groups=2), 10)).num_groups == 2
 
 
 async def test_unscored_samples_are_left_out_and_counted() -> None:
-    setup = Setup(reward=unscored_where(lambda sample: sample.sample_id in ("g0/0/0", "g1/0/0", "g1/1/0")), max_unscored_share=0.5)
+    setup = CollectorSetup(reward=unscored_where(lambda sample: sample.sample_id in ("g0/0/0", "g1/0/0", "g1/1/0")), max_unscored_share=0.5)
     collected = await setup.collect(num_groups=3)
     assert {group[0].group_id: len(group) for group in setup.queue.groups} == {"g0": 1, "g2": 2}
     assert (collected.num_unscored, collected.num_groups, collected.num_dropped_groups) == (3, 2, 1)
@@ -114,13 +59,13 @@ async def test_unscored_samples_are_left_out_and_counted() -> None:
 
 
 async def test_too_many_unscored_samples_name_scorer_share_and_reason() -> None:
-    setup = Setup(reward=unscored_where(lambda sample: sample.sample_id.startswith("g0")), max_unscored_share=0.4)
+    setup = CollectorSetup(reward=unscored_where(lambda sample: sample.sample_id.startswith("g0")), max_unscored_share=0.4)
     with pytest.raises(StateError, match=r"'sum' left 2 of 4 samples unscored.*0\.4; first reason: scorer raised ValueError"):
         await setup.collect(num_groups=2)
 
 
 async def test_dead_scorer_stops_the_step_before_all_groups_are_generated() -> None:
-    setup = Setup(reward=unscored_where(lambda _: True), max_unscored_share=0.0)
+    setup = CollectorSetup(reward=unscored_where(lambda _: True), max_unscored_share=0.0)
     setup.rollout.gates["g1"] = asyncio.Event()
     with pytest.raises(StateError, match="unscored"):
         await asyncio.wait_for(setup.collect(num_groups=2), 10)
@@ -129,17 +74,19 @@ async def test_dead_scorer_stops_the_step_before_all_groups_are_generated() -> N
 
 async def test_unknown_scorer_comes_out_as_one_plain_error() -> None:
     with pytest.raises(NotFoundError, match="'sum' cannot score: no such scorer"):
-        await Setup(reward=FakeReward(failures=[NotFoundError("no such scorer")])).collect()
+        await CollectorSetup(reward=FakeReward(failures=[NotFoundError("no such scorer")])).collect()
 
 
 async def test_step_without_any_token_is_an_error_with_the_counts() -> None:
-    setup = Setup(rollout=FakeRollout(script=lambda _, completions: [make_completion(index, []) for index in range(len(completions))]))
+    setup = CollectorSetup(
+        rollout=FakeRollout(script=lambda _, completions: [make_completion(index, []) for index in range(len(completions))])
+    )
     with pytest.raises(StateError, match="none of 4 samples can be trained on: 4 had no token"):
         await setup.collect()
 
 
 async def test_collect_names_the_scorer_when_nothing_is_left_below_the_limit() -> None:
-    setup = Setup(reward=unscored_where(lambda _: True, "the score is nan"), max_unscored_share=1.0)
+    setup = CollectorSetup(reward=unscored_where(lambda _: True, "the score is nan"), max_unscored_share=1.0)
     with pytest.raises(StateError, match=r"none of 4 samples .* scorer 'sum' left 4 unscored \(the score is nan\): repair it"):
         await setup.collect()
 
@@ -150,7 +97,7 @@ async def test_metrics_show_clipping_and_groups_without_signal() -> None:
             return [make_completion(0, [2, 3], finish_reason=FinishReason.LENGTH), make_completion(1, [4], finish_reason=FinishReason.STOP)]
         return [make_completion(index, [5, 5, 5], finish_reason=FinishReason.LENGTH) for index in range(2)]
 
-    collected = await Setup(rollout=FakeRollout(script=script), reward=unscored_where(lambda _: False)).collect()
+    collected = await CollectorSetup(rollout=FakeRollout(script=script), reward=unscored_where(lambda _: False)).collect()
     metrics = collected.metrics()
     assert metrics["clipped_share"] == 0.75
     assert metrics["terminated_length"] == 1.0
@@ -162,22 +109,96 @@ async def test_metrics_show_clipping_and_groups_without_signal() -> None:
 
 
 async def test_end_of_sequence_alone_has_length_one_and_is_scored() -> None:
-    setup = Setup(rollout=FakeRollout(script=lambda _, completions: [make_completion(index, [2]) for index in range(len(completions))]))
+    setup = CollectorSetup(
+        rollout=FakeRollout(script=lambda _, completions: [make_completion(index, [2]) for index in range(len(completions))])
+    )
     collected = await setup.collect()
     assert collected.lengths == [1] * 4
     assert collected.metrics()["clipped_share"] == 0.0
 
 
-async def test_all_answers_cut_give_terminated_length_zero() -> None:
+async def test_answers_that_are_all_cut_and_worth_nothing_are_told_and_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    """R32: the answer needs more tokens than there may be."""
     cut = FakeRollout(
         script=lambda _, own: [make_completion(index, [5, 5], finish_reason=FinishReason.LENGTH) for index in range(len(own))]
     )
-    metrics = (await Setup(rollout=cut).collect()).metrics()
-    assert (metrics["clipped_share"], metrics["terminated_length"], metrics["frac_zero_std"]) == (1.0, 0.0, 1.0)
+    nothing = FakeReward(lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=0.0))
+    metrics = (await CollectorSetup(rollout=cut, reward=nothing).collect()).metrics()
+    assert (metrics["clipped_share"], metrics["terminated_length"], metrics["frac_zero_std"], metrics["reward"]) == (1.0, 0.0, 1.0, 0.0)
+    assert "every_response_was_cut" in caplog.text
+    assert "no_group_has_spread" in caplog.text
+
+
+async def test_step_with_a_finished_answer_and_spread_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    reward = FakeReward(
+        lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=float(sample.sample_id.split("/")[1]))
+    )
+    await CollectorSetup(reward=reward).collect()
+    assert "every_response_was_cut" not in caplog.text
+    assert "no_group_has_spread" not in caplog.text
+
+
+async def test_answers_without_tokens_are_excluded_and_counted() -> None:
+    """R32: a server that returns nothing."""
+    setup = CollectorSetup(rollout=FakeRollout(script=lambda _, own: [make_completion(0, []), *own[1:]]))
+    collected = await setup.collect(num_samples=3)
+    assert [len(group) for group in setup.queue.groups] == [2, 2]
+    assert (collected.metrics()["num_empty"], collected.metrics()["num_samples"]) == (2.0, 4.0)
+
+
+async def test_sample_without_a_finite_log_probability_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """R36, and R30 for an id that cannot be sampled."""
+
+    def script(request_id: str, own: list[Completion]) -> list[Completion]:
+        if "g0" in request_id:
+            return [replace(own[0], rollout_logprobs=np.full(own[0].response_ids.size, -np.inf, np.float32)), *own[1:]]
+        return [*own[:2], make_completion(2, [100])]
+
+    setup = CollectorSetup(rollout=FakeRollout(script=script))
+    metrics = (await setup.collect(num_samples=3)).metrics()
+    assert {name: [record.sample_index for record in group] for name, group in setup.queued.items()} == {"g0": [1, 2], "g1": [0, 1]}
+    assert (metrics["num_not_finite"], metrics["num_outside_vocab"], metrics["num_samples"]) == (1.0, 1.0, 4.0)
+    assert caplog.text.count("samples_dropped") == 2
+
+
+async def test_step_of_samples_without_finite_log_probabilities_alone_says_so() -> None:
+    rollout = FakeRollout(script=lambda _, own: [make_completion(index, [100]) for index in range(len(own))])
+    with pytest.raises(StateError, match="4 had an id that cannot be sampled or a log-probability that is not finite"):
+        await CollectorSetup(rollout=rollout).collect()
+
+
+async def test_per_token_rewards_reach_the_record_as_given_and_a_wrong_number_costs_its_sample_alone() -> None:
+    """R71."""
+
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        length = sample.num_response_tokens
+        wrong = sample.sample_id == "g1/1/0"
+        values = tuple(0.5 * place for place in range(length - wrong))
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=9.0, token_values=values)
+
+    rollout = FakeRollout(script=lambda _, own: [make_completion(index, [7] * (3 + index)) for index in range(len(own))])
+    setup = CollectorSetup(rollout=rollout, reward=FakeReward(score_one))
+    collected = await setup.collect()
+    assert {name: [record.sample_index for record in group] for name, group in setup.queued.items()} == {"g0": [0, 1], "g1": [0]}
+    first, second = setup.queued["g0"]
+    assert first.token_rewards is not None
+    assert second.token_rewards is not None
+    assert (first.token_rewards.tolist(), second.token_rewards.tolist()) == ([0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.5])
+    assert (collected.num_unscored, collected.first_unscored_message) == (1, "3 per-token rewards for 4 tokens")
+
+
+async def test_rows_of_two_sources_go_to_their_scorers_and_say_so_in_the_record() -> None:
+    """R72."""
+    section = RewardSection(sources={"sums": "sum", "codes": "judge"})
+    rows: dict[str, dict[str, object]] = {f"g{index}": {"data_source": "codes" if index % 2 else "sums"} for index in range(4)}
+    setup = CollectorSetup(section=section, rows=rows)
+    await setup.collect(num_groups=4)
+    scorers = {name: {record.reward_components[0].name for record in group} for name, group in setup.queued.items()}
+    assert scorers == {"g0": {"sum"}, "g1": {"judge"}, "g2": {"sum"}, "g3": {"judge"}}
 
 
 async def test_clock_counts_the_three_stages() -> None:
-    setup = Setup()
+    setup = CollectorSetup()
     await setup.collect()
     stages = setup.clock.read().stages
     assert all(stages[stage] > 0 for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.QUEUE))

@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+from shoal_coordinator.evaluation import Evaluation
 from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink, PrometheusSink
+from shoal_coordinator.report import LoggedEvaluation
 
 from shoal.errors import ConfigError
 from shoal.telemetry.metrics import sample_value
@@ -56,3 +58,49 @@ def test_metrics_sink_names_a_folder_that_cannot_be_written(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"set run\.folder"):
         JsonLinesSink(tmp_path / "file")
+
+
+def test_metrics_sink_writes_evaluations_beside_the_steps(tmp_path: Path) -> None:
+    result = Evaluation(
+        accuracy=0.5,
+        mean_reward=0.25,
+        policy_versions=(3,),
+        num=8,
+        num_unscored=2,
+        num_rows=4,
+        samples=2,
+        best_of_samples=0.75,
+        mean_length=3.0,
+        truncated_share=0.125,
+        source_accuracy={"sums": 1.0},
+    )
+    with MetricsSink([JsonLinesSink(tmp_path), PrometheusSink()]) as sink:
+        sink.add_evaluation(LoggedEvaluation(step=2, policy_version=3, timestamp_unix_s=7.0, result=result))
+        (line,) = map(json.loads, (tmp_path / "evaluations.jsonl").read_text().splitlines())
+    assert line == {
+        "step": 2,
+        "policy_version": 3,
+        "timestamp_unix_s": 7.0,
+        "accuracy": 0.5,
+        "mean_reward": 0.25,
+        "policy_versions": [3],
+        "num": 8,
+        "num_unscored": 2,
+        "num_rows": 4,
+        "samples": 2,
+        "best_of_samples": 0.75,
+        "mean_length": 3.0,
+        "truncated_share": 0.125,
+        "source_accuracy": {"sums": 1.0},
+        "num_samples": 6,
+    }
+    assert sample_value("shoal_coordinator_evaluation_metric_value", {"metric": "accuracy"}) == 0.5
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_metrics_sink_closes_every_sink(tmp_path: Path) -> None:
+    lines = JsonLinesSink(tmp_path)
+    with MetricsSink([lines]):
+        pass
+    with pytest.raises(ValueError, match="closed file"):
+        lines.add_step({"step": 1})
