@@ -48,6 +48,10 @@ def test_split_by_length_keeps_equal_lengths_together() -> None:
     assert split_by_length([], 10.0) == []
 
 
+def test_split_by_length_makes_one_bucket_where_a_pass_costs_anything() -> None:
+    assert sorted(split_by_length([1, 30, 2, 500, 7], float("inf"))[0]) == [0, 1, 2, 3, 4]
+
+
 def test_pass_overhead_is_larger_for_small_models_and_gpus() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert pass_overhead_tokens(10**6, cpu) > pass_overhead_tokens(10**8, cpu)
