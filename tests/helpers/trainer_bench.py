@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ class MemoryRecords:
         return [self.columns[name, key] for key in record_keys]
 
 
-def run_config(model: Path, **sections: Mapping[str, Any]) -> RunConfig:
+def run_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
     """A run's configuration around a model; `sections` override single fields."""
     tree: dict[str, Any] = {
         "run": {"id": RUN_ID, "folder": str(model.parent / "run")},
@@ -231,7 +232,10 @@ def run_ranks(job: RankJob, config: RunConfig, world_size: int, folder: Path) ->
         with one_rank(config) as context:
             job(context, config, folder)
         return
-    mp.spawn(_rank_main, args=(job, config, world_size, _free_port(), folder), nprocs=world_size, join=True)  # type: ignore[attr-defined,no-untyped-call]
+    # Ranks are forks of a process that has imported everything and done nothing: starting Python with torch takes seconds for each.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, job.__module__])
+    arguments = (job, config, world_size, _free_port(), folder)
+    mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _rank_main(rank: int, job: RankJob, config: RunConfig, world_size: int, port: int, folder: Path) -> None:
@@ -257,13 +261,13 @@ def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def ppo_step(
     actor: Actor, critic: Critic | None, batch: Batch, kl_coef: float = 0.05, kl_loss_coef: float = 0.05
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """One whole training step; returns the update metrics of both."""
+    """One whole training step; returns all metrics of both."""
     actor.forward_batch(batch)
     if critic is not None:
         critic.forward_batch(batch)
-    actor.compute_advantages(batch.step, kl_coef, kl_loss_coef)
+    metrics = actor.compute_advantages(batch.step, kl_coef, kl_loss_coef)
     critic_metrics = critic.update_batch(batch.step).metrics if critic is not None else {}
-    return actor.update_batch(batch.step).metrics, critic_metrics
+    return metrics | actor.update_batch(batch.step).metrics, critic_metrics
 
 
 def build_pair(

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from shoal_trainer.distributed import RankContext
+from shoal_trainer.quantiles import over_all_ranks
 
+from shoal.algo.gradients import clip_coefficient, global_grad_norm
 from shoal.config.models import RunConfig
 from shoal.errors import ShoalError
-from shoal.types import ExperienceRecord, TokenSequence
+from shoal.types import Batch, ExperienceRecord, TokenSequence
 from tests.helpers.trainer_bench import (
     Split,
     build_pair,
@@ -26,60 +28,72 @@ from tests.helpers.trainer_bench import (
     whole_gradients,
     whole_parameters,
 )
-
-WORLD_SPLITS: dict[int, tuple[Split, ...]] = {
-    1: (even_split(6, 1, 1),),
-    2: (even_split(6, 2, 1), even_split(6, 2, 2), even_split(6, 2, 4)),
-}
+from tests.helpers.trainer_splits import EVERYWHERE, ONCE, every_split, spy_on
 
 
 def train_step_job(context: RankContext, config: RunConfig, folder: Path) -> None:
-    """Run every scenario."""
-    result = {
-        "splits": _every_split(context, config),
-        "uneven": _uneven_ranks(context, config),
-        "nan": _bad_gradient(context, config),
-        "lost": _lost_record(context, config),
-        "scored": _scored(context, config),
-    }
+    """Run every scenario; on four ranks only the splits, and each scenario and aggregation once."""
+    result: dict[str, Any] = {"splits": every_split(context, config, ONCE if context.world_size > 2 else EVERYWHERE)}
+    if context.world_size <= 2:
+        result |= {
+            "passes": _pass_per_length(context, config),
+            "uneven": _uneven_ranks(context, config),
+            "norm": _norms(context),
+            "nan": _bad_gradient(context, config),
+            "lost": _lost_record(context, config),
+            "scored": _scored(context, config),
+        }
+    if context.rank == 0:
+        torch.save(result, folder / "result.pt")
+
+
+def every_split_job(context: RankContext, config: RunConfig, folder: Path) -> None:
+    """Every split of every scenario with every aggregation."""
+    result = {"splits": every_split(context, config, EVERYWHERE)}
     if context.rank == 0:
         torch.save(result, folder / "result.pt")
 
 
 def _one_step(
-    context: RankContext, config: RunConfig, records: Sequence[ExperienceRecord], split: Split, *, overhead_tokens: float | None = None
+    context: RankContext, config: RunConfig, records: Sequence[ExperienceRecord], batch: Batch, *, overhead_tokens: float | None = None
 ) -> dict[str, Any]:
-    """One step, with what the optimizers saw."""
+    """One step, with what the optimizers saw and how many forward passes of the policy this rank ran."""
     actor, critic, _ = build_pair(config, context, records, overhead_tokens=overhead_tokens)
     seen: dict[str, torch.Tensor] = {}
-    for name, trainer in (("actor", actor), ("critic", critic)):
-        original = trainer.optimizer.step
+    passes: list[int] = []
+    spy_on(actor, lambda: seen.update({f"actor.{name}": value for name, value in whole_gradients(actor.module).items()}))
+    spy_on(critic, lambda: seen.update({f"critic.{name}": value for name, value in whole_gradients(critic.module).items()}))
+    actor.module.register_forward_hook(lambda *_: passes.append(1))
+    actor_metrics, critic_metrics = ppo_step(actor, critic, batch)
+    return {
+        "actor": actor_metrics,
+        "critic": critic_metrics,
+        "gradients": seen,
+        "parameters": whole_parameters(actor.module),
+        "num_passes": over_all_ranks(torch.tensor([float(len(passes))]), context).tolist(),
+        "grad_norms": over_all_ranks(torch.tensor([actor_metrics["grad_norm"]], dtype=torch.float64), context).tolist(),
+    }
 
-        def step(name: str = name, trainer: Any = trainer, original: Any = original) -> Any:  # noqa: ANN401
-            seen.update({f"{name}.{key}": value for key, value in whole_gradients(trainer.module).items()})
-            return original()
 
-        trainer.optimizer.step = step  # type: ignore[method-assign]
-    actor_metrics, critic_metrics = ppo_step(actor, critic, make_batch(records, split))
-    return {"actor": actor_metrics, "critic": critic_metrics, "gradients": seen, "parameters": whole_parameters(actor.module)}
-
-
-def _every_split(context: RankContext, config: RunConfig) -> list[dict[str, Any]]:
-    """The same records in every split of this number of ranks; on two ranks also with a pass of its own for every length."""
-    overheads = (None, 0.0) if context.world_size == 2 else (None,)
-    return [
-        _one_step(context, config, ragged_records(), split, overhead_tokens=overhead)
-        for split in WORLD_SPLITS[context.world_size]
-        for overhead in overheads
-    ]
+def _pass_per_length(context: RankContext, config: RunConfig) -> dict[str, Any]:
+    """A pass of its own for every length, or one for all."""
+    records = ragged_records()
+    split = even_split(6, context.world_size, 2)
+    return _one_step(context, config, records, make_batch(records, split), overhead_tokens=0.0 if context.world_size == 2 else None)
 
 
 def _uneven_ranks(context: RankContext, config: RunConfig) -> dict[str, Any]:
-    """Three long records on rank 0, short ones on rank 1 with empty micro-batches (token budget 32); or all of them on one rank."""
+    """Token budget 32: three long records on rank 0 make three micro-batches, three short ones on rank 1 a single one."""
     records = [make_record(i, num_prompt=10, num_response=20, reward=float(i)) for i in range(3)]
     records += [make_record(3 + i, num_prompt=1, num_response=3, reward=-float(i)) for i in range(3)]
-    split: Split = [[[[0], [1], [2]]], [[[3, 4, 5], [], []]]] if context.world_size == 2 else [[[[0, 1, 2, 3, 4, 5]]]]
-    return _one_step(context, config, records, split)
+    split: Split = [[[[0], [1], [2]]], [[[3, 4, 5]]]] if context.world_size == 2 else [[[[0, 1, 2, 3, 4, 5]]]]
+    return _one_step(context, config, records, make_batch(records, split))
+
+
+def _norms(context: RankContext) -> list[float]:
+    """Every rank's norm of a gradient of which it holds one element: 3 on rank 0, 4 on rank 1; and the clip coefficient."""
+    norm = float(global_grad_norm([torch.tensor([3.0 + context.rank])], context.sum_over_ranks))
+    return over_all_ranks(torch.tensor([norm, clip_coefficient(norm, 1.0)], dtype=torch.float64), context).tolist()
 
 
 def _bad_gradient(context: RankContext, config: RunConfig) -> dict[str, Any]:
