@@ -21,6 +21,7 @@ from shoal.weights import boxes
 from tests.helpers.adapters import LORA, adapted_policy, lora_config, peft_model, policy_logprobs, served_by, token_logprobs
 from tests.helpers.trainer_bench import VOCAB_SIZE, save_policy
 
+FEW_LAYERS = {"rank": 3, "alpha": 1.5, "target_modules": ["0.mlp.up_proj", "v_proj"]}
 IDS = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -33,10 +34,7 @@ def exported(
     return policy, Exporter(policy, served, str(folder), context, shard_bytes).export(str(target), 3).num_bytes
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tied", "lora"),
-    [("qwen2", True, LORA), ("llama", False, LORA), ("qwen2", True, {"rank": 3, "alpha": 1.5, "target_modules": ["0.mlp.up_proj", "v_proj"]})],
-)
+@pytest.mark.parametrize(("architecture", "tied", "lora"), [("qwen2", True, LORA), ("llama", False, LORA), ("qwen2", True, FEW_LAYERS)])
 def test_merged_model_and_adapter_answer_what_the_policy_answers(
     tmp_path: Path, context: RankContext, architecture: str, tied: bool, lora: dict[str, Any]
 ) -> None:
@@ -53,7 +51,7 @@ def test_merged_model_and_adapter_answer_what_the_policy_answers(
     assert num_bytes == sum(tensor.nbytes for tensor in [*base.parameters(), *adapter.values()])
 
 
-def test_adapter_folder_names_its_base_and_short_targets_and_has_no_pickle(policy_folder: Path, tmp_path: Path, context: RankContext) -> None:
+def test_adapter_folder_names_its_base_and_short_targets(policy_folder: Path, tmp_path: Path, context: RankContext) -> None:
     exported(policy_folder, tmp_path / "out", context)
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["peft_type"]) == (5, 12, 0.0, "LORA")
