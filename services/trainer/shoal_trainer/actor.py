@@ -60,7 +60,7 @@ class Actor:
         self._estimate = advantage_estimator(config.algorithm)
         self._ledger: StepLedger[dict[str, float] | UpdateResult] = StepLedger(self.role)
         self._step: ActorStep | None = None
-        self.optimizer = Optimizer(policy.parameters(), config.actor, context, planned_updates=config.planned_updates)
+        self.optimizer = Optimizer(policy.parameters(), config.actor, context, planned_updates=config.planned_actor_updates)
         self.policy_version = 0
 
     @property

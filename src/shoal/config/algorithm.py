@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.config.base import Section
+from shoal.config.base import FALSE_IS_NONE, Section
 from shoal.config.functions import Choice, Need, needs_of
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
+ImportanceWeights = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossAggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -24,7 +25,7 @@ class AlgorithmSection(Section):
     """GAE lambda."""
     whiten_advantages: bool = True
     """Shift and scale advantages to mean 0 and standard deviation 1 over the whole batch (gae)."""
-    group_std: Literal["sample", "population", "none"] = "sample"
+    group_std: Annotated[Literal["sample", "population", "none"], FALSE_IS_NONE] = "sample"
     """Standard deviation that divides a group's advantages (grpo, gdpo): n - 1, n, or no division."""
     group_baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward (grpo, dr_grpo): the group's mean, or that of its other members."""
@@ -46,7 +47,7 @@ class AlgorithmSection(Section):
     """Loss of the critic."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Clip of the value change; None is off."""
-    kl_in: Literal["none", "reward", "loss", "both"] = "reward"
+    kl_in: Annotated[Literal["none", "reward", "loss", "both"], FALSE_IS_NONE] = "reward"
     """Where the KL to the reference enters; none loads no reference."""
     kl_coef: float = Field(default=0.01, ge=0)
     """Coefficient of the KL in the reward."""
@@ -76,14 +77,14 @@ class AlgorithmSection(Section):
     """Steps at the start in which only the critic is trained."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: recomputed by the trainer, or as reported by the engine."""
-    importance_weights: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    importance_weights: Annotated[ImportanceWeights, FALSE_IS_NONE] = "none"
     """Weights trainer / engine on the loss: capped at importance_high, or 0 outside [importance_low, importance_high];
     of each token or of the whole response."""
     importance_low: float = Field(default=0.5, ge=0)
     """Lower bound of the masking weights."""
     importance_high: float = Field(default=2.0, gt=0)
     """Cap of the truncating weights, upper bound of the masking ones."""
-    rejection: Literal["none", "sequence", "geometric"] = "none"
+    rejection: Annotated[Literal["none", "sequence", "geometric"], FALSE_IS_NONE] = "none"
     """Drop responses whose ratio trainer / engine, the product over its tokens or their geometric mean, is outside the bounds."""
     rejection_low: float = Field(default=0.5, ge=0)
     """Lower bound of the ratio of a response that is kept."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
     """A part of the configuration: unknown fields are refused, values cannot be changed, docstrings of fields are their help."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+def _false_is_none(value: object) -> object:
+    """YAML reads a bare off, no or false as a bool; quoted it is a text."""
+    is_false = value is False or (isinstance(value, str) and value.strip().lower() in ("false", "off", "no"))
+    return "none" if is_false else value
+
+
+FALSE_IS_NONE = BeforeValidator(_false_is_none)
+"""For a choice with a `none`: false, as bool or as text, chooses it too."""

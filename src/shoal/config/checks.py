@@ -1,9 +1,14 @@
-"""Rules between fields, in one place. Each refusal says what does not fit, the values, and what to change."""
+"""Rules between fields. Each refusal says what does not fit, the values, and what to change.
+
+Those of the algorithm are in `shoal.config.algorithm_checks`, those of settings without an effect in `shoal.config.effects`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from shoal.config.algorithm_checks import algorithm_problems
+from shoal.config.effects import settings_without_effect, unused_values
 from shoal.config.gang import GangSection
 from shoal.config.models import MAX_PUSH_S, RunConfig
 from shoal.errors import ConfigError
@@ -14,16 +19,19 @@ def check_config(config: RunConfig) -> None:
 
     Raises: ConfigError: one line per broken rule.
     """
-    problems = [*_sampling(config), *_sizes(config), *_algorithm(config), *_servers(config), *_push(config), *_security(config)]
+    problems = [line for rule in _RULES for line in rule(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def resolve_config(config: RunConfig) -> RunConfig:
-    """Return the configuration with derived values filled in: without a KL term its coefficient is 0."""
-    if config.algorithm.kl_in == "none" and config.algorithm.kl_coef != 0:
-        return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0})})
-    return config
+    """Return the configuration with derived values filled in: what has no effect does not look as if it had one.
+
+    The coefficient of a KL term that is off becomes 0, group_std none where the estimator divides by no group's deviation, and
+    whiten_advantages what the estimator does.
+    """
+    values = {name: value for name, value in unused_values(config).items() if getattr(config.algorithm, name) != value}
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=values)}) if values else config
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -70,21 +78,41 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _algorithm(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if "groups" in algorithm.needs and config.rollout.group_size == 1:
-        yield (
-            f"algorithm.estimator {algorithm.estimator} compares the samples of one prompt, but rollout.group_size is 1: "
-            "every advantage would be 0; set group_size to at least 2 or the estimator to gae"
-        )
-    if algorithm.kl_in == "none" and "kl_coef" in algorithm.model_fields_set and algorithm.kl_coef != 0:
-        yield (
-            f"algorithm.kl_coef is {algorithm.kl_coef:g} but algorithm.kl_in is none, so it would have no effect; "
-            "set kl_in to reward or loss, or leave kl_coef out"
-        )
+def _gang_settings(config: RunConfig) -> Iterator[str]:
     for name, gang in _gangs(config):
         if not all(0 <= beta < 1 for beta in gang.betas):
             yield f"{name}.betas is {list(gang.betas)}; AdamW needs both in [0, 1)"
+        if gang.packing == "on" and gang.attention == "eager":
+            yield (
+                f"{name}.packing is on but {name}.attention is eager, which knows no borders between sequences; set attention to auto or "
+                "packing to auto"
+            )
+        if gang.packing == "on" and gang.device == "cpu":
+            yield (
+                f"{name}.packing is on but {name}.device is cpu, whose attention kernels know no borders between sequences; set packing to "
+                "auto: rows of similar length are padded together, with the same results"
+            )
+    if config.critic.lora is not None and config.algorithm.has_critic:
+        yield "critic.lora is set, but only the actor trains adapters: the critic's head starts from nothing; leave it out"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    evaluation, max_new_tokens = config.evaluation, config.rollout.max_new_tokens
+    if evaluation.every > 0 and config.data.held_out is None:
+        yield (
+            f"evaluation.every is {evaluation.every} but data.held_out is not set, so there is nothing to evaluate; "
+            "give the path of held-out rows or set every to 0"
+        )
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield (
+            f"evaluation.samples is {evaluation.samples} but evaluation.temperature is 0, which is greedy: all answers to a row would be "
+            "the same; set a temperature or samples to 1"
+        )
+    if evaluation.max_new_tokens is not None and evaluation.max_new_tokens > max_new_tokens:
+        yield (
+            f"evaluation.max_new_tokens is {evaluation.max_new_tokens}, above rollout.max_new_tokens {max_new_tokens}, for which the "
+            "engine's context is laid out; lower the first or raise the second"
+        )
 
 
 def _servers(config: RunConfig) -> Iterator[str]:
@@ -93,11 +121,6 @@ def _servers(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.min_servers is {rollout.min_servers}, above rollout.servers {rollout.servers}: a step would never start; "
             "lower the first or raise the second"
-        )
-    if config.evaluation.every > 0 and config.data.held_out is None:
-        yield (
-            f"evaluation.every is {config.evaluation.every} but data.held_out is not set, so there is nothing to evaluate; "
-            "give the path of held-out rows or set every to 0"
         )
 
 
@@ -141,3 +164,16 @@ def _gangs(config: RunConfig) -> Iterator[tuple[str, GangSection]]:
     if config.algorithm.has_critic:
         # Group estimators start no critic.
         yield "critic", config.critic
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _sampling,
+    _sizes,
+    algorithm_problems,
+    settings_without_effect,
+    _gang_settings,
+    _servers,
+    _evaluation,
+    _push,
+    _security,
+)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from shoal.config.base import Section
 
@@ -30,7 +30,15 @@ class Entrypoint(Section):
     """What an estimator needs: critic, groups (several samples per prompt), greedy (the reward of one greedy answer per prompt)."""
 
 
-Choice: TypeAlias = str | Entrypoint
+NAME_TAG, FUNCTION_TAG = "<name>", "<function>"
+"""Which of the two a choice is; without them an error would be reported for both."""
+
+
+def _tag(value: object) -> str:
+    return FUNCTION_TAG if isinstance(value, Entrypoint | Mapping) else NAME_TAG
+
+
+Choice: TypeAlias = Annotated[Annotated[str, Tag(NAME_TAG)] | Annotated[Entrypoint, Tag(FUNCTION_TAG)], Discriminator(_tag)]
 """A name of a table below, or a function of your own."""
 
 

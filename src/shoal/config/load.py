@@ -6,17 +6,17 @@ Every refusal is a ConfigError that says what, which value, and what to do; secr
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from shoal.config.checks import check_config, resolve_config
+from shoal.config.explain import explain, kind_of, required_keys
 from shoal.config.masking import mask_url
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError
@@ -51,7 +51,7 @@ def build_config(tree: Mapping[str, object], *, source: str = "configuration") -
         config = RunConfig.model_validate(sections)
         check_config(config)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors(include_url=False)]
+        lines = explain(error)
         raise ConfigError(_joined(source, lines)) from None
     except ConfigError as error:
         raise ConfigError(_joined(source, str(error).splitlines())) from None
@@ -120,9 +120,9 @@ def _parse_tree(text: str, path: Path) -> _Tree:
     except yaml.YAMLError as error:
         raise ConfigError(f"configuration {path} is not YAML: {_yaml_problem(error)}") from None
     if tree is None:
-        raise ConfigError(f"configuration {path} is empty; it needs at least the sections {', '.join(_required(RunConfig))}")
+        raise ConfigError(f"configuration {path} is empty; it needs at least the sections {', '.join(required_keys(RunConfig))}")
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {path} holds a {_kind(tree)}; it must be a mapping of sections such as 'run:' and 'model:'")
+        raise ConfigError(f"configuration {path} holds a {kind_of(tree)}; it must be a mapping of sections such as 'run:' and 'model:'")
     return tree
 
 
@@ -149,89 +149,9 @@ def _apply_override(tree: _Tree, override: str) -> None:
         if child is None:
             child = node[key] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {dotted}: {'.'.join(keys[: depth + 1])} is not a section but {_kind(child)}; check the name")
+            raise ConfigError(f"--set {dotted}: {'.'.join(keys[: depth + 1])} is not a section but {kind_of(child)}; check the name")
         node = child
     node[keys[-1]] = value
-
-
-def _explain(detail: Mapping[str, Any]) -> str:
-    """Turn one of pydantic's errors into what, value, fix."""
-    location = tuple(str(part) for part in detail["loc"])
-    dotted = ".".join(location)
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(location)
-    if detail["type"] == "missing":
-        return f"{dotted} is missing{_purpose(location)}; add it"
-    if detail["type"] == "model_type":
-        return f"{dotted} is {_shown(detail['input'])}, but it is a section; write its fields as a mapping"
-    message = str(detail["msg"])
-    message = message[0].lower() + message[1:]
-    return f"{dotted} is {_shown(detail['input'])}, but {message.removeprefix('input ')}{_purpose(location)}{_hint(detail)}"
-
-
-def _hint(detail: Mapping[str, Any]) -> str:
-    if detail["type"] == "string_type" and detail["input"] is not None:
-        return "; put the value in quotes"
-    if detail["type"] == "string_type":
-        return '; write "" for an empty text'
-    return "; change the value"
-
-
-def _unknown_key(location: tuple[str, ...]) -> str:
-    valid = list(_all_keys(RunConfig))
-    dotted = ".".join(location)
-    parent = ".".join(location[:-1])
-    siblings = [key for key in valid if key.rpartition(".")[0] == parent]
-    nearest = _nearest(location[-1], siblings, valid)
-    if nearest:
-        return f"{dotted} is not a known key; did you mean {nearest}?"
-    return f"{dotted} is not a known key; valid here: {', '.join(sorted(key.rpartition('.')[2] for key in siblings))}"
-
-
-def _nearest(name: str, siblings: Sequence[str], valid: Sequence[str]) -> str:
-    """Return the most likely key: the same name in another section, a similar one here, a similar one elsewhere, or ""."""
-    here = {key.rpartition(".")[2]: key for key in siblings}
-    anywhere = {key.rpartition(".")[2]: key for key in valid}
-    if name in anywhere:
-        return anywhere[name]
-    for names, cutoff in ((here, 0.5), (anywhere, 0.75)):
-        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-        if near:
-            return names[near[0]]
-    return ""
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _all_keys(field.annotation, f"{prefix}{name}.")
-
-
-def _required(model: type[BaseModel]) -> list[str]:
-    return [name for name, field in model.model_fields.items() if field.is_required()]
-
-
-def _purpose(location: tuple[str, ...]) -> str:
-    """Return the field's own documentation, in brackets."""
-    model: Any = RunConfig
-    description: str | None = None
-    for part in location:
-        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        if field is None:
-            break
-        model, description = field.annotation, field.description
-    return "" if not description else f" ({description.rstrip('.')})"
-
-
-def _shown(value: object) -> str:
-    text = mask_url(repr(value))
-    return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-def _kind(value: object) -> str:
-    kinds = {list: "list", str: "text", dict: "mapping", int: "number", float: "number", bool: "truth value"}
-    return kinds.get(type(value), type(value).__name__)
 
 
 def _joined(source: str, lines: Sequence[str]) -> str:

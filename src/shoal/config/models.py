@@ -7,12 +7,12 @@ in `shoal.config.load`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from shoal.config.algorithm import AlgorithmSection
-from shoal.config.base import Section
+from shoal.config.base import FALSE_IS_NONE, Section
 from shoal.config.gang import GangSection
 from shoal.config.masking import mask_url
 
@@ -120,7 +120,7 @@ class RewardSection(Section):
     """Component -> weight: the reward is the weighted sum of the named components. Empty takes the scorer's total."""
     clip: tuple[float, float] | None = None
     """Bounds of the reward of a response; None is off."""
-    normalise: Literal["none", "batch"] = "none"
+    normalise: Annotated[Literal["none", "batch"], FALSE_IS_NONE] = "none"
     """batch: shift and scale the responses' rewards to mean 0 and standard deviation 1 over the batch."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """Tokens before rollout.max_new_tokens over which a penalty grows from 0 to overlong_penalty; 0 is off."""
@@ -298,5 +298,11 @@ class RunConfig(Section):
 
     @property
     def planned_updates(self) -> int:
-        """Optimizer steps of each gang over the whole run."""
+        """Optimizer steps of the critic gang over the whole run, and of the actor gang without a critic warm-up."""
         return self.run.steps * self.algorithm.epochs * self.algorithm.mini_batches
+
+    @property
+    def planned_actor_updates(self) -> int:
+        """Optimizer steps of the actor gang over the whole run: none while the critic warms up."""
+        num_warmup = self.algorithm.critic_warmup_steps if self.algorithm.has_critic else 0
+        return max(0, self.run.steps - num_warmup) * self.algorithm.epochs * self.algorithm.mini_batches

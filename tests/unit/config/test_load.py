@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shoal.config.checks import resolve_config
 from shoal.config.load import build_config, dump_config, load_config
 from shoal.config.masking import mask_url
 from shoal.config.models import RedisSection, RunConfig
@@ -38,7 +39,7 @@ def _error(path: Path, *overrides: str) -> str:
 
 def test_load_fills_defaults(base: Path) -> None:
     config = load_config(base)
-    assert config == RunConfig.model_validate(yaml.safe_load(BASE))
+    assert config == resolve_config(RunConfig.model_validate(yaml.safe_load(BASE)))
     assert (config.run.id, config.algorithm.estimator) == ("demo", "gae")
 
 
@@ -96,7 +97,29 @@ def test_load_unknown_key_names_the_nearest_valid_one(base: Path, override: str,
         ("run.id=Bad Name", ("run.id is 'Bad Name'", "pattern")),
         ("reward.version=", ("reward.version is None", 'write ""')),
         ("rollout.temperature=0", ("rollout.temperature is 0", "greater than 0", "greedy (0) is refused")),
-        ("algorithm.estimator=ppo", ("algorithm.estimator is 'ppo'", "'gae'", "'grpo'")),
+        (
+            "algorithm.estimator=ppo",
+            ("algorithm.estimator is 'ppo'", "'gae'", "'grpo'", "entrypoint: package.module", "(ppo is a policy_loss)"),
+        ),
+        (
+            "algorithm.policy_loss=grpo",
+            ("algorithm.policy_loss is 'grpo'", "'cispo', 'gspo', 'ppo', 'reinforce'", "(grpo is an estimator)"),
+        ),
+        ("algorithm.value_loss=mse", ("algorithm.value_loss is 'mse'; use one of 'clipped'",)),
+        ("algorithm.estimator=5", ("algorithm.estimator is 5, but it must be a name, or {entrypoint: package.module.function}",)),
+        (
+            "algorithm.policy_loss={entrypoint: nodots}",
+            ("algorithm.policy_loss.entrypoint is 'nodots', but it is no dotted path", "my_pkg"),
+        ),
+        ("algorithm.policy_loss={settings: {}}", ("algorithm.policy_loss.entrypoint is missing (package.module.function",)),
+        ("algorithm.policy_loss={entrypoint: a.b, setings: {}}", ("did you mean algorithm.policy_loss.settings?",)),
+        (
+            "algorithm.policy_loss={entrypoint: a.b, settings: {alpha: [1]}}",
+            ("algorithm.policy_loss.settings.alpha is [1], but it must be a number, a text or a truth value",),
+        ),
+        ("algorithm.estimator={entrypoint: a.b, needs: [crtic]}", ("algorithm.estimator.needs.0 is 'crtic'", "'critic', 'groups'")),
+        ("actor.lora=true", ("actor.lora is True, but it is a section",)),
+        ("actor.lora.rnk=4", ("actor.lora.rnk is not a known key; did you mean actor.lora.rank?",)),
         ("actor.betas=[0.9]", ("actor.betas.1 is missing",)),
         ("rollout=5", ("rollout is 5", "it is a section")),
         ("telemetry.metrics_port=99999", ("telemetry.metrics_port is 99999", "65535")),

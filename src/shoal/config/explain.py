@@ -1,0 +1,128 @@
+"""pydantic's errors as lines that say what, which value, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.config.functions import FUNCTION_TAG, NAME_TAG
+from shoal.config.masking import mask_url
+from shoal.config.models import RunConfig
+
+_SCALARS = ("bool", "int", "float", "str")
+"""Members of the union of a scalar setting, as pydantic names them in the place of an error."""
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line for each field that is wrong."""
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        location = tuple(str(part) for part in detail["loc"] if part not in (NAME_TAG, FUNCTION_TAG))
+        lines[_explained(location, detail)] = None
+    return list(lines)
+
+
+def _explained(location: tuple[str, ...], detail: Mapping[str, Any]) -> str:
+    dotted = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(location)
+    if detail["type"] == "missing":
+        return f"{dotted} is missing{_purpose(location)}; add it"
+    if detail["type"] == "model_type":
+        return f"{dotted} is {_shown(detail['input'])}, but it is a section; write its fields as a mapping"
+    if NAME_TAG in detail["loc"]:
+        return (
+            f"{dotted} is {_shown(detail['input'])}, but it must be a name, or {{entrypoint: package.module.function}}{_purpose(location)}"
+        )
+    if location[-1] in _SCALARS and len(location) > 1:
+        return f"{'.'.join(location[:-1])} is {_shown(detail['input'])}, but it must be a number, a text or a truth value; change the value"
+    if location[-1] == "entrypoint" and detail["type"] == "string_pattern_mismatch":
+        return (
+            f"{dotted} is {_shown(detail['input'])}, but it is no dotted path; write package.module.function, such as my_pkg.losses.my_loss"
+        )
+    return f"{dotted} is {_shown(detail['input'])}, but {_message(detail)}{_purpose(location)}{_hint(detail)}"
+
+
+def _message(detail: Mapping[str, Any]) -> str:
+    message = str(detail["msg"])
+    return (message[0].lower() + message[1:]).removeprefix("input ")
+
+
+def _hint(detail: Mapping[str, Any]) -> str:
+    if detail["type"] == "string_type" and detail["input"] is not None:
+        return "; put the value in quotes"
+    if detail["type"] == "string_type":
+        return '; write "" for an empty text'
+    return "; change the value"
+
+
+def _unknown_key(location: tuple[str, ...]) -> str:
+    valid = list(_all_keys(RunConfig))
+    dotted = ".".join(location)
+    parent = ".".join(location[:-1])
+    siblings = [key for key in valid if key.rpartition(".")[0] == parent]
+    nearest = _nearest(location[-1], siblings, valid)
+    if nearest:
+        return f"{dotted} is not a known key; did you mean {nearest}?"
+    return f"{dotted} is not a known key; valid here: {', '.join(sorted(key.rpartition('.')[2] for key in siblings))}"
+
+
+def _nearest(name: str, siblings: Sequence[str], valid: Sequence[str]) -> str:
+    """Return the most likely key: the same name in another section, a similar one here, a similar one elsewhere, or ""."""
+    here = {key.rpartition(".")[2]: key for key in siblings}
+    anywhere = {key.rpartition(".")[2]: key for key in valid}
+    if name in anywhere:
+        return anywhere[name]
+    for names, cutoff in ((here, 0.5), (anywhere, 0.75)):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        if near:
+            return names[near[0]]
+    return ""
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        section = _section_in(field.annotation)
+        if section is not None:
+            yield from _all_keys(section, f"{prefix}{name}.")
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:  # noqa: ANN401 - any type form
+    """The section that a field may hold: its type, or a member of its union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def required_keys(model: type[BaseModel]) -> list[str]:
+    """Fields that must be given."""
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def _purpose(location: tuple[str, ...]) -> str:
+    """Return the field's own documentation, in brackets."""
+    model: type[BaseModel] | None = RunConfig
+    description: str | None = None
+    for part in location:
+        field = None if model is None else model.model_fields.get(part)
+        if field is None:
+            break
+        model, description = _section_in(field.annotation), field.description
+    return "" if not description else f" ({description.rstrip('.')})"
+
+
+def _shown(value: object) -> str:
+    text = mask_url(repr(value))
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def kind_of(value: object) -> str:
+    """What a YAML value is, in words."""
+    kinds = {list: "list", str: "text", dict: "mapping", int: "number", float: "number", bool: "truth value"}
+    return kinds.get(type(value), type(value).__name__)
