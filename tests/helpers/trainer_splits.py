@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -190,7 +190,6 @@ def _whole_gradient(module: torch.nn.Module, context: RankContext) -> torch.Tens
 
 def _spread(parameter: torch.nn.Parameter) -> None:
     """Give a sharded parameter values that are the same for every number of ranks."""
-    sharded = parameter.data
-    assert isinstance(sharded, DTensor)
+    sharded = cast("DTensor", parameter.data)
     whole = torch.linspace(-0.5, 0.5, sharded.numel()).reshape(sharded.shape)
     sharded.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements))

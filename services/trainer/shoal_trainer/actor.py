@@ -155,7 +155,7 @@ class Actor:
             watch=watch,
         )
         loss, means, maxima = tally.per_token(updates.num_steps)
-        metrics = current.metrics | {"actor_loss": loss} | means | maxima | ratio_quantiles("ratio", log_ratios, self._context)
+        metrics = current.metrics | {"actor_loss": loss} | means | maxima | self._ratio_metrics(log_ratios, current)
         result = update_result(step, self.policy_version, updates, metrics | watch.seconds, self._context)
         if updates.num_without_tokens and current.has_graph:
             forget_passes(self._policy)
@@ -234,6 +234,12 @@ class Actor:
         backward_over_ranks(loss, self._context)
         tally.add({**terms.sums, "loss": loss, "trained": micro.loss_mask.sum()}, terms.maxima)
         return select(logprobs.detach() - micro.old_logprobs, micro.loss_mask)[micro.loss_mask]
+
+    def _ratio_metrics(self, log_ratios: Sequence[Tensor], current: ActorStep) -> dict[str, float]:
+        """Quantiles of the ratio, and how far from 1 it was in the first optimizer step, when the data were fresh."""
+        first = torch.cat([torch.zeros(1, device=self._context.device), *log_ratios[: len(current.mini_batches[0])]])
+        deviation = self._context.max_over_ranks(torch.expm1(first.double()).abs().max())
+        return {"ratio_first_deviation": deviation.item()} | ratio_quantiles("ratio", log_ratios, self._context)
 
     def _warn_without_spread(self, step: int, metrics: dict[str, float]) -> None:
         if metrics.get("frac_zero_std") == 1.0 and self._context.rank == 0:

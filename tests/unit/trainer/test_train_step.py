@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,62 +9,27 @@ import numpy as np
 import pytest
 import torch
 from shoal_trainer import models
-from shoal_trainer.actor import Actor
 from shoal_trainer.batching import build_micro_batch
-from shoal_trainer.critic import Critic
 from shoal_trainer.distributed import RankContext
 
 from shoal.errors import InvalidRequestError, NotFoundError, StateError
-from shoal.types import ExperienceRecord, ScoreStatus
+from shoal.types import ScoreStatus
 from tests.helpers.trainer_bench import (
     VOCAB_SIZE,
     MemoryRecords,
     Split,
-    build_pair,
     even_split,
     make_batch,
     make_record,
     ppo_step,
     ragged_records,
     ref_of,
-    run_config,
     save_policy,
-    whole_gradients,
     whole_parameters,
 )
+from tests.helpers.trainer_step import Step
 
 SPLITS: list[Split] = [even_split(6, 1, 1), even_split(6, 1, 2), even_split(6, 1, 6), even_split(6, 1, 8)]
-
-
-class Step:
-    """Runs one step and keeps the gradients that the optimizers saw."""
-
-    def __init__(
-        self,
-        folder: Path,
-        context: RankContext,
-        records: list[ExperienceRecord],
-        overhead_tokens: float | None = None,
-        **sections: Mapping[str, Any],
-    ) -> None:
-        self.config = run_config(folder, **sections)
-        self.actor, self.critic, self.source = build_pair(self.config, context, records, overhead_tokens=overhead_tokens)
-        self.records = records
-        self.gradients: dict[str, torch.Tensor] = {}
-        for name, trainer in (("actor", self.actor), ("critic", self.critic)):
-            self._spy(name, trainer)
-
-    def _spy(self, name: str, trainer: Actor | Critic) -> None:
-        original = trainer.optimizer.step
-
-        def step() -> Any:  # noqa: ANN401
-            self.gradients |= {f"{name}.{key}": value for key, value in whole_gradients(trainer.module).items()}
-            return original()
-
-        trainer.optimizer.step = step  # type: ignore[method-assign]
-
-    def run(self, split: Split, step: int = 1) -> tuple[dict[str, float], dict[str, float]]:
-        return ppo_step(self.actor, self.critic, make_batch(self.records, split, step))
 
 
 @pytest.mark.parametrize("retain_graph_tokens", [0, 10_000])
@@ -287,11 +251,10 @@ def test_train_step_of_a_large_vocabulary_in_several_chunks_equals_one_chunk(
 
 
 def test_train_step_kl_in_loss_pulls_towards_the_reference(policy_folder: Path, context: RankContext) -> None:
-    records = ragged_records()
-    plain = Step(policy_folder, context, records, algorithm={"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.0})
-    pulled = Step(policy_folder, context, records, algorithm={"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 5.0})
+    plain, pulled = (Step(policy_folder, context, ragged_records(), algorithm={"kl_in": "loss"}) for _ in range(2))
     for number in (1, 2, 3, 4):
-        kl_plain, kl_pulled = (step.run(even_split(6, 1, 1), number)[0]["kl_k3"] for step in (plain, pulled))
+        kl_plain = plain.run(step=number, kl_loss_coef=0.0)[0]["kl_k3"]
+        kl_pulled = pulled.run(step=number, kl_loss_coef=5.0)[0]["kl_k3"]
     assert 0 < kl_pulled < kl_plain
 
 
