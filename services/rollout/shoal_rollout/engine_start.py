@@ -40,7 +40,7 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
     """
     folder = resolve_folder(config.model.path)
     hf_config = get_config(folder, config.model.trust_remote_code).get_text_config()
-    facts = _facts(folder, config, hf_config)
+    facts = model_facts(folder, config, hf_config)
     if current_platform.is_cpu():
         _import_model_classes(hf_config)
     try:
@@ -52,7 +52,8 @@ def build_engine(config: RunConfig, service_id: str) -> tuple[AsyncLLM, ModelFac
     return engine, facts
 
 
-def _facts(folder: str, config: RunConfig, hf_config: Any) -> ModelFacts:  # noqa: ANN401 - transformers' configurations are untyped
+def model_facts(folder: str, config: RunConfig, hf_config: Any) -> ModelFacts:  # noqa: ANN401 - transformers' configurations are untyped
+    """Collect what requests are checked against. Raises: ConfigError: no readable tokenizer, or too short a context."""
     vocab_size = int(hf_config.vocab_size)
     num_sampled = sampled_vocab_size(folder, vocab_size)
     eos_ids = _eos_ids(Path(folder), hf_config)

@@ -13,9 +13,10 @@ from shoal.config.models import RunSection
 from shoal.types import Completion, SamplingParams
 from tests.helpers.engine_rig import EngineRig
 from tests.helpers.inprocess_engine import Ask, InProcessEngine
-from tests.helpers.padded_models import NUM_KNOWN, save_padded_model
+from tests.helpers.padded_models import NUM_KNOWN, VOCAB_SIZE, save_padded_model
 from tests.helpers.staged_copies import stage_copies, trained_tensors
 from tests.helpers.tiny_models import save_tiny_model
+from tests.helpers.trainer_bench import run_config
 
 SAMPLING = SamplingParams(max_new_tokens=16, ignore_eos=True)
 
@@ -64,3 +65,14 @@ def test_samples_of_a_broken_model_are_left_out_and_broken_padding_changes_nothi
         assert _ids(found) == _ids(expected)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
+
+
+def test_ends_that_are_never_sampled_are_left_out(tmp_path: Path) -> None:
+    from shoal_rollout.engine_start import model_facts
+    from vllm.transformers_utils.config import get_config
+
+    folder = save_padded_model(tmp_path / "model", "qwen2", tied=True)
+    # The engine refuses ends outside of the logits, and such are common: configurations are copied from larger models.
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 62, 50256]}')
+    facts = model_facts(str(folder), run_config(folder), get_config(str(folder), False))
+    assert (facts.vocab_size, facts.sampled_vocab_size, facts.eos_ids) == (VOCAB_SIZE, NUM_KNOWN, (2,))

@@ -119,23 +119,27 @@ async def test_seeds_repeat_and_no_seeds_differ(client: RolloutClient) -> None:
 
 
 async def test_stop_ids_eos_and_lengths_end_a_response(client: RolloutClient, model: Path) -> None:
-    (greedy,) = await _sample(client, replace(SAMPLING, temperature=0.0), seeds=(1,))
-    ids = greedy.response_ids.tolist()
-    stop = ids[5]
-    (stopped,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,)), seeds=(1,))
+    (whole,) = await _sample(client, seeds=(1,))
+    ids = whole.response_ids.tolist()
+    # Ids that come for the first time, late enough.
+    early, late = [token for place, token in enumerate(ids) if place >= 4 and token not in ids[:place]][:2]
+    stops = (*({*range(NUM_KNOWN)} - {*ids}), late, early, VOCAB_SIZE - 1)
+    (stopped,) = await _sample(client, replace(SAMPLING, stop_token_ids=stops), seeds=(1,))
     assert stopped.finish_reason is FinishReason.STOP
-    assert stopped.response_ids.tolist() == ids[: ids.index(stop) + 1]
-    stops = (*{*range(NUM_KNOWN)} - {*ids}, ids[9], ids[7], VOCAB_SIZE - 1)
-    (first,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=stops), seeds=(1,))
-    assert first.response_ids.tolist() == ids[: min(ids.index(ids[9]), ids.index(ids[7])) + 1]
-    np.testing.assert_allclose(first.rollout_logprobs, greedy.rollout_logprobs[: len(first.response_ids)], atol=1e-5)
-    (late,) = await _sample(client, replace(SAMPLING, temperature=0.0, stop_token_ids=(stop,), min_new_tokens=9), seeds=(1,))
-    assert len(late.response_ids) >= 9
-    assert stop not in late.response_ids[:9]
-    plain = reference_logprobs(model, PROMPT, late.response_ids.tolist())
-    assert (late.rollout_logprobs[:9] >= plain[:9] - 1e-4).all()
-    assert (late.rollout_logprobs[:9] > plain[:9] + 1e-4).any(), "renormalised while nothing may end: not what a trainer computes"
-    np.testing.assert_allclose(late.rollout_logprobs[9:], plain[9:], atol=1e-4)
+    assert stopped.response_ids.tolist() == ids[: ids.index(early) + 1]
+    np.testing.assert_allclose(stopped.rollout_logprobs, whole.rollout_logprobs[: len(stopped.response_ids)], atol=1e-5)
+
+    shortest = ids.index(early) + 2
+    (longer,) = await _sample(client, replace(SAMPLING, stop_token_ids=(early,), min_new_tokens=shortest), seeds=(1,))
+    assert len(longer.response_ids) >= shortest
+    assert early not in longer.response_ids[:shortest]
+    plain = reference_logprobs(model, PROMPT, longer.response_ids.tolist())
+    assert (longer.rollout_logprobs[:shortest] >= plain[:shortest] - 1e-4).all()
+    assert (longer.rollout_logprobs[:shortest] > plain[:shortest] + 1e-4).any(), "renormalised while nothing may end"
+    np.testing.assert_allclose(longer.rollout_logprobs[shortest:], plain[shortest:], atol=1e-4)
+
+
+async def test_eos_ends_a_response_unless_it_is_cut(client: RolloutClient) -> None:
     ends = await _sample(client, replace(SAMPLING, max_new_tokens=100, ignore_eos=False), seeds=tuple(range(8)))
     for completion in ends:
         is_eos = completion.response_ids[-1] == EOS_ID
