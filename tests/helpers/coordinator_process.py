@@ -131,6 +131,8 @@ async def running_coordinator(config_path: Path, *arguments: str) -> AsyncIterat
     folder = config_path.parent
     ready_file, log_path = folder / "coordinator.json", folder / "coordinator.log"
     command = [sys.executable, "-m", "shoal_coordinator", "--config", str(config_path), "--ready-file", str(ready_file), *arguments]
+    # That of an earlier one.
+    ready_file.unlink(missing_ok=True)
     process = _start(command, log_path)
     try:
         deadline = time.monotonic() + 20.0

@@ -111,6 +111,9 @@ class FakeService:
 class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
     """Generates seeded token ids at once; clear `may_generate` to make it hang, `hangs` is set once it does.
 
+    The last sample of every group that is generated while `sticks_at` is the served version never ends; num_cancelled counts such calls
+    that were cancelled.
+
     `sink` scripts its end of pushes.
 
     As a real one, it refuses requests while it is older than the version that the coordinator requires; num_refused counts them.
@@ -128,6 +131,8 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self.generated_at: list[int] = []
         self.required_versions: list[int] = []
         self.num_refused = 0
+        self.sticks_at: int | None = None
+        self.num_cancelled = 0
         self.commits: list[int] = []
 
     @property
@@ -180,7 +185,16 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         sampling = sampling_params_from_proto(request.sampling)
         for index in range(request.num_samples):
             seed = request.seeds[index] if request.seeds else index
+            if self.policy_version == self.sticks_at and index == request.num_samples - 1:
+                await self._stick()
             yield completion_to_proto(self._completion(index, seed, sampling.max_new_tokens))
+
+    async def _stick(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
 
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Context) -> rollout_pb2.AbortResponse:
         """Nothing runs for long."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -158,6 +159,7 @@ class SilentRollout:
     def __init__(self, sink: ScriptedSink | None = None) -> None:
         self.sink = ScriptedSink(make_layout("rollout-0")) if sink is None else sink
         self.generate_error: ShoalError | None = None
+        self.logprob = -1.0
         self.num_described = 0
         self.described = asyncio.Event()
 
@@ -191,7 +193,8 @@ class SilentRollout:
         assert (sampling.temperature, num_samples, list(seeds)) == (0.0, 1, [])
         if self.generate_error is not None:
             raise self.generate_error
-        yield make_completion(0, [GREEDY_ID, 1], policy_version=self.sink.served_version)
+        completion = make_completion(0, [GREEDY_ID, 1], policy_version=self.sink.served_version)
+        yield replace(completion, rollout_logprobs=np.full(2, self.logprob, np.float32))
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -268,6 +271,7 @@ class FakeWorkload:
         self.holding = asyncio.Event()
         self.release = asyncio.Event()
         self.position = PromptPosition()
+        self.mean_reward = 0.0
         self._log = log
 
     def seek(self, position: PromptPosition) -> None:
@@ -290,7 +294,9 @@ class FakeWorkload:
 
     async def evaluate(self, policy_version: int) -> Evaluation:
         self._log.append(f"evaluate version {policy_version}")
-        return Evaluation(accuracy=0.1 * policy_version, mean_reward=0.0, policy_versions=(policy_version,), num=10, num_unscored=0)
+        return Evaluation(
+            accuracy=0.1 * policy_version, mean_reward=self.mean_reward, policy_versions=(policy_version,), num=10, num_unscored=0
+        )
 
 
 def _group(group_id: str) -> QueuedGroup:

@@ -10,6 +10,7 @@ The first is exact and decides; the second tells how far apart two correct imple
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -163,7 +164,9 @@ def agreement(completions: Sequence[Completion], scores: Sequence[TokenScores]) 
         num_equal += int((completion.response_ids == np.array(score.greedy_ids, np.int32)).sum())
         if completion.response_ids.size:
             apart = np.abs(completion.rollout_logprobs.astype(np.float64) - np.array(score.logprobs, np.float64))
-            difference = max(difference, float(apart.max()))
+            largest = float(apart.max())
+            # max() would pass over NaN.
+            difference = max(difference, largest if math.isfinite(largest) else math.inf)
     return ProbeAgreement(num_tokens=num_tokens, max_logprob_difference=difference, num_equal_greedy=num_equal)
 
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeAgreement:
-    """Greedy responses of a server, scored by the trainer. max_logprob_difference is in nats, 0 without tokens."""
+    """Greedy responses of a server, scored by the trainer.
+
+    max_logprob_difference is in nats, 0 without tokens, inf if a log-probability is not finite.
+    """
 
     num_tokens: int
     max_logprob_difference: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from shoal_coordinator.audit_report import AuditReport, ProbeAgreement, ServerAudit
@@ -188,4 +189,9 @@ def _server_audit_model(server: ServerAudit) -> ServerAuditModel:
 
 
 def _probe_model(probe: ProbeAgreement) -> ProbeModel:
-    return ProbeModel(num_tokens=probe.num_tokens, max_logprob_difference=probe.max_logprob_difference, greedy_share=probe.greedy_share)
+    difference = probe.max_logprob_difference
+    return ProbeModel(
+        num_tokens=probe.num_tokens,
+        max_logprob_difference=difference if math.isfinite(difference) else None,
+        greedy_share=probe.greedy_share,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -35,9 +36,11 @@ class LoggedEvaluation:
         return {"step": float(self.step), "policy_version": float(self.policy_version)} | self.result.metrics()
 
     def as_json(self) -> dict[str, object]:
-        """Everything, as one flat object; num_samples are the answers that were scored."""
+        """Everything, as one flat object; num_samples are the answers that were scored. A number that is not finite becomes None."""
         own = {"step": self.step, "policy_version": self.policy_version, "timestamp_unix_s": self.timestamp_unix_s}
-        result = asdict(self.result)
+        result: dict[str, Any] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(self.result).items()
+        }
         result["policy_versions"] = list(self.result.policy_versions)
         return own | result | {"num_samples": self.result.num - self.result.num_unscored}
 

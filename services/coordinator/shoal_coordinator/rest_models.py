@@ -47,8 +47,8 @@ class EvaluationModel(_Answer):
     """When it ended."""
     accuracy: float
     """Mean over rows of the share of right answers; unscored answers count as wrong."""
-    mean_reward: float
-    """Mean reward of the scored answers."""
+    mean_reward: float | None
+    """Mean reward of the scored answers; null if it is not finite."""
     best_of_samples: float | None
     """Share of rows with at least one right answer; null for one answer per row."""
     mean_length: float
@@ -244,8 +244,8 @@ class ProbeModel(_Answer):
 
     num_tokens: int
     """Tokens compared."""
-    max_logprob_difference: float
-    """Largest difference of a log-probability, in nats."""
+    max_logprob_difference: float | None
+    """Largest difference of a log-probability, in nats; null if one of them is not finite."""
     greedy_share: float
     """Share of tokens that the trainer would have chosen as well."""
 

@@ -7,6 +7,7 @@ queue: a flush does not wait for that queue, and once the thread has died of a f
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ class TensorBoardSink:
 
     def add_evaluation(self, evaluation: LoggedEvaluation) -> None:
         """Write an evaluation's scalars at the step that it came after."""
-        scalars = {f"evaluation/{name}": value for name, value in evaluation.metrics().items() if name != "step"}
+        scalars = {f"evaluation/{name}": value for name, value in evaluation.metrics().items() if name != "step" and math.isfinite(value)}
         self._add(scalars, evaluation.step, evaluation.timestamp_unix_s)
 
     def close(self) -> None:

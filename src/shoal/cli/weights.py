@@ -47,9 +47,13 @@ def _show(audit: dict[str, Any], console: Console) -> None:
 
 def _cells(server: dict[str, Any]) -> list[str]:
     probe = server["probe"]
-    agreement = ["-", "-"] if probe is None else [f"{probe['max_logprob_difference']:.2g}", f"{probe['greedy_share']:.1%}"]
+    agreement = ["-", "-"] if probe is None else [_difference(probe["max_logprob_difference"]), f"{probe['greedy_share']:.1%}"]
     counts = [str(server[key]) for key in ("num_parameters", "num_pieces", "num_differing")]
     return [server["server_id"], server["result"], *counts, *agreement]
+
+
+def _difference(nats: float | None) -> str:
+    return "not finite" if nats is None else f"{nats:.2g}"
 
 
 def _remarks(server: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ import redis
 from shoal.clients.rollout import RolloutClient
 from shoal.config.models import SecuritySection
 from shoal.errors import UnavailableError
-from shoal.types import SamplingParams, ScoreResult, ScoreStatus
+from shoal.types import Batch, SamplingParams, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.coordinator_process import VOCABULARY, running_coordinator, write_config, write_state
 from tests.helpers.fake_services import FakeCluster, FakeRollout
 from tests.helpers.valkey import running_valkey
@@ -227,6 +227,81 @@ async def test_coordinator_pauses_resumes_and_stops_over_rest(tmp_path: Path, re
     assert report["state"] == "stopped"
     assert report["export_folder"] == str(tmp_path / "run" / "export")
     assert report["evaluations"][-1]["step"] == report["steps"] >= 2
+
+
+async def test_coordinator_trains_a_group_without_its_stuck_sample(tmp_path: Path, redis_url: str) -> None:
+    """R35: after its last deadline a group is used with the samples that did finish; the call is cancelled."""
+    rollout = {"group_size": 4, "prompts_per_step": 2, "request_timeout_s": 0.5, "retries": 1}
+    config = write_config(tmp_path, redis_url, run={"steps": 3}, data={"held_out": None}, rollout=rollout)
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        cluster.rollout.sticks_at = 1
+        assert await coordinator.wait() == 0
+        assert cluster.rollout.num_cancelled == 4, "two groups, twice each"
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["num_samples"], step["num_missing"], step["num_groups"]) for step in steps] == [(8, 0, 2), (6, 2, 2), (8, 0, 2)]
+    assert 1.0 <= steps[1]["step_s"] < 20.0
+    batch = cluster.actor.batches[2]
+    assert sum(len(refs) for rank in batch.ranks for mini in rank for refs in mini.micro_batches) == 6
+
+
+async def test_coordinator_samples_dynamically_and_writes_tensorboard_events(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(
+        tmp_path,
+        redis_url,
+        run={"steps": 2},
+        data={"held_out": None},
+        rollout={"group_size": 2, "prompts_per_step": 2, "dynamic_sampling": True},
+        telemetry={"tensorboard": True},
+    )
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        cluster.reward.score = flat_in("e0-i0", "e0-i3", "e0-i4")
+        assert await coordinator.wait() == 0
+        batches = {step: groups_of(batch) for step, batch in cluster.actor.batches.items()}
+    assert batches == {1: {"e0-i1", "e0-i2"}, 2: {"e0-i5", "e0-i6"}}
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["num_generated_groups"], step["num_zero_std_dropped"], step["num_refills"]) for step in steps] == [(3, 1, 1), (4, 2, 1)]
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["current"]["prompts"] == {"epoch": 0, "index": 7}
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert b"train/reward" in events.read_bytes()
+
+
+def flat_in(*group_ids: str) -> Callable[[ScoreSample], ScoreResult]:
+    """Every sample of these groups is worth 1; in the others it is worth its index."""
+
+    def score(sample: ScoreSample) -> ScoreResult:
+        uid, index, _ = sample.sample_id.split("/")
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=1.0 if uid in group_ids else float(index))
+
+    return score
+
+
+async def test_coordinator_goes_on_where_a_killed_one_was(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 4}, data={"held_out": None})
+    async with running_coordinator(config) as first:
+        cluster = make_cluster(first.grpc_address)
+        async with cluster:
+            cluster.rollout.sticks_at = 2
+            await first.until(lambda status: status["step"] >= 2)
+            first.process.kill()
+            first.process.wait()
+    # The gangs live on; they register with the next coordinator.
+    async with running_coordinator(config, "--exit-when-done") as second:
+        successor = make_cluster(second.grpc_address)
+        assert successor.critic is not None
+        assert cluster.critic is not None
+        successor.actor.policy_version, successor.critic.policy_version = cluster.actor.policy_version, cluster.critic.policy_version
+        async with successor:
+            assert await second.wait() == 0
+    assert sorted(cluster.actor.batches) == [1, 2]
+    # Twelve rows, four a step.
+    assert {step: groups_of(batch) for step, batch in successor.actor.batches.items()} == {
+        3: {"e0-i8", "e0-i9", "e0-i10", "e0-i11"},
+        4: {"e1-i0", "e1-i1", "e1-i2", "e1-i3"},
+    }
+
+
+def groups_of(batch: Batch) -> set[str]:
+    return {ref.group_id for rank in batch.ranks for mini in rank for micro in mini.micro_batches for ref in micro}
 
 
 async def test_coordinator_fails_when_nothing_can_be_scored(tmp_path: Path, redis_url: str) -> None:

@@ -101,6 +101,12 @@ def test_verify_fails_if_a_server_could_not_be_compared() -> None:
     assert "rollout-0: no probe: draining" in text
 
 
+def test_verify_says_if_a_log_probability_was_not_finite() -> None:
+    probe = {"num_tokens": 4, "max_logprob_difference": None, "greedy_share": 1.0}
+    _, text = run_verify(with_server(lambda server: server.update(probe=probe)))
+    assert text.splitlines()[2].split()[-3:] == ["not", "finite", "100.0%"]
+
+
 def test_verify_prints_the_answer_as_json() -> None:
     code, text = run_verify(EQUAL, as_json=True)
     assert (code, json.loads(text)) == (0, EQUAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,13 @@ def test_agreement_is_the_largest_difference_and_the_share_of_equal_choices() ->
     ]
     found = agreement(completions, scores)
     assert (found.num_tokens, found.max_logprob_difference, found.num_equal_greedy, found.greedy_share) == (4, 0.5, 3, 0.75)
+
+
+@pytest.mark.parametrize("logprob", [np.nan, -np.inf])
+def test_agreement_does_not_pass_over_a_log_probability_that_is_not_finite(logprob: float) -> None:
+    completion = replace(make_completion(0, [5, 6]), rollout_logprobs=np.array([-0.5, logprob], np.float32))
+    found = agreement([completion], [TokenScores(logprobs=(-0.5, -0.5), greedy_ids=(5, 6))])
+    assert found.max_logprob_difference == math.inf
 
 
 async def paused_run(run: RunHarness) -> None:

@@ -65,6 +65,20 @@ async def test_samples_do_not_depend_on_the_server_and_differ_from_each_other() 
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+async def test_replicas_that_get_the_same_prompt_answer_differently_and_explicit_seeds_answer_alike() -> None:
+    """R34: the same prompt is issued twice, once to each of two servers; then everything again."""
+    answers = []
+    for _ in range(2):
+        servers = {"a": FakeRollout(), "b": FakeRollout()}
+        groups = await generate_all(make_dispatcher(rollout_pool(**servers)), [make_task("e0-i0"), make_task("e1-i0")], make_request(4))
+        assert {group.server_id for group in groups.values()} == {"a", "b"}
+        answers.append({uid: [completion.response_ids.tolist() for completion in group.completions] for uid, group in groups.items()})
+    assert answers[0] == answers[1]
+    assert not [ids for ids in answers[0]["e0-i0"] if len(ids) > 1 and ids in answers[0]["e1-i0"]]
+    seeds = [seed for server in servers.values() for _, own in server.requests for seed in own]
+    assert len(set(seeds)) == 8
+
+
 async def test_groups_go_to_the_server_with_the_least_outstanding_tokens() -> None:
     gate = asyncio.Event()
     a, b = FakeRollout(gate=gate), FakeRollout(gate=gate)

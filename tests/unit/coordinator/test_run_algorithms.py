@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from shoal_coordinator.rest import create_app
 from shoal_coordinator.rest_models import Command
 from shoal_coordinator.states import RunState
 
@@ -125,3 +128,32 @@ async def test_report_holds_the_resolved_configuration(tmp_path: Path) -> None:
     assert config["algorithm"].keys() == set(AlgorithmSection.model_fields)
     assert config["redis"]["url"] == "redis://user:***@queue:6379/0"
     assert "secret" not in text
+
+
+def strict(text: str) -> Any:  # noqa: ANN401
+    """JSON as the standard has it: no NaN, no Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+async def test_replies_and_files_are_strict_json_whatever_the_services_report(tmp_path: Path) -> None:
+    """R36."""
+    async with RunHarness(tmp_path, held_out=True, run={"steps": 2}, push={"audit_every": 1}) as run:
+        run.connector.actor.kl_per_response = math.inf
+        run.connector.rollout("rollout-0:1").logprob = math.nan
+        run.workload.mean_reward = math.nan
+        run.join_all()
+        await run.until(S.FINISHED)
+        transport = httpx.ASGITransport(app=create_app(run.coordinator.backend))
+        async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+            paths = ("/v1/status", "/v1/steps", "/v1/pushes", "/v1/audits", "/v1/services")
+            replies = {path: strict((await client.get(path)).raise_for_status().text) for path in paths}
+    assert replies["/v1/steps"]["steps"][0]["kl_per_response"] is None
+    assert replies["/v1/audits"]["audits"][0]["servers"][0]["probe"]["max_logprob_difference"] is None
+    assert replies["/v1/status"]["evaluations"][0]["mean_reward"] is None
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert all(strict(line) for line in (tmp_path / name).read_text().splitlines())
+    assert strict((tmp_path / "report.json").read_text())["state"] == "finished"
