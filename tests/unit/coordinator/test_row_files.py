@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -200,3 +202,14 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         answers(tmp_path / "none")
     with pytest.raises(DataError, match=r"a folder without \.jsonl or \.parquet files"):
         answers(tmp_path)
+
+
+def test_saved_data_set_needs_neither_datasets_nor_torch(saved: Path) -> None:
+    script = f"""
+import sys
+sys.modules["torch"] = sys.modules["datasets"] = sys.modules["pandas"] = None
+from shoal_coordinator.row_files import find_row_files
+from shoal_coordinator.row_reading import read_rows
+assert len(list(read_rows(find_row_files({str(saved / "dataset")!r}, None, "data.train")))) == 5
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

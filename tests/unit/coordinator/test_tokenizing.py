@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shoal.errors import ConfigError, DataError
 from tests.helpers.tiny_tokenizers import BOS_ID as BOS
@@ -75,6 +76,18 @@ def test_chat_without_template_and_refusing_template_are_data_errors(save: SaveT
     refuses = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="roles must alternate"):
         load_tokenizer(str(save(adds_bos=True, template=refuses))).text(CHAT)
+
+
+def test_token_is_known_by_its_entry_or_by_what_it_becomes() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    # As byte-level vocabularies write a line break and a blank.
+    vocabulary = {"Ċ": 0, "Ġ": 1, "a": 2, "</s>": 3}
+    byte_level = Tokenizer(models.BPE(vocabulary, []))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="</s>"))  # noqa: S106
+    found = {text: tokenizer.ids_of_token(text) for text in ("\n", "Ċ", "a", "</s>", "a a", "x")}
+    assert found == {"\n": [0], "Ċ": [0], "a": [2], "</s>": [3], "a a": [2, 1, 2], "x": []}
 
 
 def test_hash_changes_with_the_template(save: SaveTokenizer) -> None:
