@@ -166,7 +166,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "record": ("experience", RECORD),
     "record_ref": ("experience", REF),
     "mini_batch": ("experience", MINI_BATCH),
-    "batch": ("experience", Batch(run_id="run", step=7, ranks=((MINI_BATCH,), (MINI_BATCH,)))),
+    "batch": ("experience", Batch(run_id="run", step=7, ranks=((MINI_BATCH,), (MINI_BATCH,)), batch_id="b7")),
     "service_info": (
         "services",
         ServiceInfo(

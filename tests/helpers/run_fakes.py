@@ -102,6 +102,7 @@ class ScriptedTrainer:
         self.applies = True
         self.kl_per_response = 1.0
         self.kl_coefs: list[tuple[float, float]] = []
+        self.batches: list[Batch] = []
         self._log = log
         self._source = source
 
@@ -110,6 +111,7 @@ class ScriptedTrainer:
 
     async def forward_batch(self, batch: Batch, *, timeout_s: float) -> dict[str, float]:
         assert sum(len(refs) for rank in batch.ranks for mini in rank for refs in mini.micro_batches) == 4
+        self.batches.append(batch)
         await self._command(f"forward {batch.step}")
         if self.role is TrainerRole.CRITIC:
             return {"value_mean": 0.5}

@@ -14,7 +14,9 @@ from shoal.types import Batch, MiniBatch, RecordRef
 Refs = tuple[RecordRef, ...]
 
 
-def plan_batch(groups: Sequence[QueuedGroup], num_ranks: int, mini_batches: int, micro_batch_tokens: int, run_id: str, step: int) -> Batch:
+def plan_batch(
+    groups: Sequence[QueuedGroup], num_ranks: int, mini_batches: int, micro_batch_tokens: int, run_id: str, step: int, batch_id: str = ""
+) -> Batch:
     """Plan one training step of one gang.
 
     Mini-batches get equally many samples as far as whole groups allow; with fewer groups than mini-batches, groups are
@@ -27,7 +29,7 @@ def plan_batch(groups: Sequence[QueuedGroup], num_ranks: int, mini_batches: int,
         num_ranks: processes of the gang.
         mini_batches: optimizer steps per pass.
         micro_batch_tokens: padded tokens of a forward pass of one rank.
-        run_id, step: written into the batch.
+        run_id, step, batch_id: written into the batch.
     Raises: InvalidRequestError: a size is not positive, a record occurs twice, or there are fewer samples than mini-batches.
     """
     sizes = {"num_ranks": num_ranks, "mini_batches": mini_batches, "micro_batch_tokens": micro_batch_tokens}
@@ -36,7 +38,7 @@ def plan_batch(groups: Sequence[QueuedGroup], num_ranks: int, mini_batches: int,
     for refs in _split_groups(groups, mini_batches):
         for rank, mini_batch in enumerate(_plan_mini_batch(refs, num_ranks, micro_batch_tokens)):
             ranks[rank].append(mini_batch)
-    return Batch(run_id=run_id, step=step, ranks=tuple(map(tuple, ranks)))
+    return Batch(run_id=run_id, step=step, ranks=tuple(map(tuple, ranks)), batch_id=batch_id)
 
 
 def padded_tokens(refs: Sequence[RecordRef]) -> int:

@@ -12,6 +12,7 @@ no push, the same policy version.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -103,6 +104,7 @@ class StepRunner:
         self._clock = clock
         self._waits = waits
         self._history = history
+        self._incarnation = uuid.uuid4().hex
 
     async def run(self) -> dict[str, float]:
         """Run the step behind the journal's; its metrics.
@@ -146,7 +148,10 @@ class StepRunner:
     async def _train(self, data: _StepData) -> None:
         """Update and push, with what will hold afterwards written down before and after."""
         num_samples = sum(len(group.refs) for group in data.groups)
-        kl_after = self._kl.after(data.gangs[ServiceKind.ACTOR].get("kl_per_response"), num_samples)
+        kl_after = self._kl.coefficients
+        # In the critic's warm-up the policy cannot answer to a coefficient.
+        if ServiceKind.ACTOR in data.updating:
+            kl_after = self._kl.after(data.gangs[ServiceKind.ACTOR].get("kl_per_response"), num_samples)
         position = self._workload.position
         await self._journal.announce(position, kl_after, data.updating)
         await self._update(data)
@@ -176,13 +181,16 @@ class StepRunner:
         data.add(ServiceKind.ACTOR, advantages)
 
     async def _forward_gang(self, role: GangRole, data: _StepData) -> None:
+        # A batch that is short, after drops, may have fewer samples than a full one has mini-batches.
+        num_samples = sum(len(group.refs) for group in data.groups)
         batch = plan_batch(
             data.groups,
             role.world_size,
-            self._config.algorithm.mini_batches,
+            min(self._config.algorithm.mini_batches, num_samples),
             role.section.micro_batch_tokens,
             self._config.run.id,
             data.step,
+            batch_id=f"{self._incarnation}-{data.step}",
         )
         data.add(role.kind, await self._gang(role.kind).forward_batch(batch))
 

@@ -166,13 +166,13 @@ def batch_to_proto(batch: Batch) -> experience_pb2.Batch:
     """Convert a batch. Raises CodecError if the ranks differ in mini- or micro-batches."""
     _check_batch(batch)
     ranks = [experience_pb2.RankBatch(mini_batches=[mini_batch_to_proto(mini) for mini in rank]) for rank in batch.ranks]
-    return experience_pb2.Batch(run_id=batch.run_id, step=batch.step, ranks=ranks)
+    return experience_pb2.Batch(run_id=batch.run_id, step=batch.step, ranks=ranks, batch_id=batch.batch_id)
 
 
 def batch_from_proto(message: experience_pb2.Batch) -> Batch:
     """Convert a batch. Raises CodecError if the ranks differ in mini- or micro-batches."""
     ranks = tuple(tuple(mini_batch_from_proto(mini) for mini in rank.mini_batches) for rank in message.ranks)
-    batch = Batch(run_id=message.run_id, step=message.step, ranks=ranks)
+    batch = Batch(run_id=message.run_id, step=message.step, ranks=ranks, batch_id=message.batch_id)
     _check_batch(batch)
     return batch
 

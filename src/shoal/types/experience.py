@@ -170,8 +170,10 @@ class Batch:
     """The records of one training step, split over ranks.
 
     ranks[r] is rank r's mini-batches. All ranks have equally many mini-batches and, per mini-batch, equally many micro-batches.
+    batch_id tells a repeated command from a batch of equal records that was put together again, whose columns are not written yet.
     """
 
     run_id: str
     step: int
     ranks: tuple[tuple[MiniBatch, ...], ...]
+    batch_id: str = ""

@@ -98,6 +98,21 @@ async def test_run_continues_within_and_behind_a_warm_up(tmp_path: Path) -> None
     assert [step["critic_warmup"] for step in read_lines(tmp_path / "metrics.jsonl")] == [1.0, 1.0, 0.0, 0.0]
 
 
+async def test_run_leaves_the_kl_coefficient_alone_while_the_policy_stands_still(tmp_path: Path) -> None:
+    algorithm = {"estimator": "gae", "critic_warmup_steps": 2, "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 2.0}
+    run = await train(tmp_path, run={"steps": 4}, algorithm=algorithm)
+    coefficients = [kl_coef for kl_coef, _ in run.connector.actor.kl_coefs]
+    assert coefficients[:3] == [0.1] * 3
+    assert coefficients[3] < 0.1
+
+
+async def test_run_splits_a_short_batch_into_fewer_mini_batches(tmp_path: Path) -> None:
+    rollout = {"prompts_per_step": 4, "group_size": 2}
+    run = await train(tmp_path, run={"steps": 1}, rollout=rollout, algorithm={"estimator": "gae", "mini_batches": 8})
+    # The made-up step has four samples.
+    assert [len(rank) for batch in run.connector.actor.batches for rank in batch.ranks] == [4]
+
+
 async def test_run_without_a_critic_has_no_metric_of_its_warm_up(tmp_path: Path) -> None:
     await train(tmp_path, estimator="grpo", run={"steps": 1})
     assert "critic_warmup" not in read_lines(tmp_path / "metrics.jsonl")[0]

@@ -81,6 +81,9 @@ async def test_run_generates_the_step_again_that_no_gang_has_committed(tmp_path:
         gang.fail.clear()
     third = await train(tmp_path, first.connector, run={"steps": 3})
     assert collected(third) == ["collect 2 at version 1", "collect 3 at version 2"]
+    once, again = (batch for batch in first.connector.critic.batches if batch.step == 2)
+    assert once.batch_id != again.batch_id
+    assert once.ranks == again.ranks, "told apart by their id alone: the columns of the first are gone"
 
 
 async def test_run_does_not_train_a_step_twice_that_the_gangs_have_committed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from shoal_trainer.step_ledger import TRANSITIONS, StepLedger, StepStage
 
@@ -70,6 +72,13 @@ def test_step_ledger_runs_another_batch_of_an_unfinished_step_but_not_of_a_finis
     other = Batch(run_id=RUN_ID, step=3, ranks=((),))
     assert ledger_at(StepStage.ADVANTAGES).recall_forward(other) is None
     assert ledger_at(StepStage.UPDATED).recall_forward(other) == "forward"
+
+
+def test_step_ledger_tells_a_repeated_batch_from_one_of_equal_records_that_was_put_together_again() -> None:
+    again = replace(batch_of(3), batch_id="of a coordinator that was started again")
+    for stage in (StepStage.FORWARDED, StepStage.ADVANTAGES):
+        assert ledger_at(stage).recall_forward(again) is None
+    assert ledger_at(StepStage.UPDATED).recall_forward(again) == "forward"
 
 
 def test_step_ledger_that_dropped_an_unfinished_step_allows_only_a_forward() -> None:

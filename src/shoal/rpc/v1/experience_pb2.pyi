@@ -232,9 +232,12 @@ class Batch(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     """The training step, from 1."""
+    batch_id: _builtins.str
+    """A repeated command carries the same one; another batch of the same step, even of equal records, has another."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankBatch]:
         """Indexed by rank."""
@@ -245,10 +248,11 @@ class Batch(_message.Message):
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankBatch] | None = ...,
+        batch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "ranks", b"ranks", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
