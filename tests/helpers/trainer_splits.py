@@ -104,7 +104,7 @@ class Workbench:
         """config: with a reference."""
         self.context, self._config = context, config
         self.actor, self.critic, self._source = build_pair(config, context, records)
-        _spread(self.critic.module.value_head.weight)
+        spread_values(self.critic)
 
     def build(self, sections: Sections) -> tuple[Actor, Critic | None]:
         """Fresh trainers with these settings on top of the bench's."""
@@ -179,17 +179,18 @@ def _whole_gradient(module: torch.nn.Module, context: RankContext) -> torch.Tens
     """All gradients of all ranks in one vector, by one reduction."""
     parts: list[torch.Tensor] = []
     for parameter in module.parameters():
-        assert isinstance(parameter.grad, DTensor)
-        whole = torch.zeros(parameter.shape)
-        own = parameter.grad.to_local()
-        _, (first, *_) = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        whole, own = torch.zeros(gradient.shape), gradient.to_local()
+        _, (first, *_) = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, gradient.placements)
         whole[first : first + own.shape[0]] = own
         parts.append(whole.flatten())
     return context.sum_over_ranks(torch.cat(parts))
 
 
-def _spread(parameter: torch.nn.Parameter) -> None:
-    """Give a sharded parameter values that are the same for every number of ranks."""
-    sharded = cast("DTensor", parameter.data)
-    whole = torch.linspace(-0.5, 0.5, sharded.numel()).reshape(sharded.shape)
-    sharded.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements))
+def spread_values(critic: Critic) -> torch.Tensor:
+    """Give the value head, zero in a new critic, weights that are the same for every number of ranks; returns them."""
+    weight = cast("DTensor", critic.module.value_head.weight.data)
+    whole = torch.linspace(-0.5, 0.5, weight.numel()).reshape(weight.shape)
+    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
+    return whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ class Step:
         folder: Path,
         context: RankContext,
         records: Sequence[ExperienceRecord],
+        *,
         overhead_tokens: float | None = None,
-        **sections: Mapping[str, Any],
+        **sections: Any,  # noqa: ANN401 - a mapping of fields each
     ) -> None:
         self.config = run_config(folder, **sections)
         self.actor, self.critic, self.source = build_pair(self.config, context, records, overhead_tokens=overhead_tokens)

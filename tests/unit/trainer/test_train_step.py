@@ -44,7 +44,7 @@ def test_train_step_gives_the_same_loss_and_gradient_for_every_split(
     }
     results = []
     for split, overhead_tokens in [*((split, None) for split in SPLITS), (SPLITS[0], 0.0), (SPLITS[1], 0.0)]:
-        step = Step(policy_folder, context, ragged_records(), overhead_tokens, **settings)
+        step = Step(policy_folder, context, ragged_records(), overhead_tokens=overhead_tokens, **settings)
         results.append((*step.run(split), step.gradients))
     whole_actor, whole_critic, whole = results[0]
     for actor_metrics, critic_metrics, gradients in results[1:]:
