@@ -85,7 +85,7 @@ def masked_whitening(rng: Rng) -> Made:
     for part in ["", "b_"] if rng.random() < 0.5 else ["a_", "b_"]:
         shape = random_shape(rng)
         mask = random_mask(rng, shape)
-        values = np.full(shape, 0.75) if rng.random() < 0.2 else _normal(rng, shape) * 3 + 1
+        values = np.full(shape, singles(rng.normal(size=1) * 7)[0]) if rng.random() < 0.2 else _normal(rng, shape) * 3 + 1
         batch = {"values": dirty(rng, values, mask), "mask": mask}
         inputs |= {part[0]: batch} if part else batch
         for ddof in (0, 1):

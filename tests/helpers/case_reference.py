@@ -27,7 +27,7 @@ def whiten(values: Floats, mask: Bools, ddof: int, shift: bool, eps: float) -> F
     valid = [float(value) for value in values[mask]]
     if not valid:
         return np.zeros_like(values)
-    mean = sum(valid) / len(valid)
+    mean = valid[0] if len(set(valid)) == 1 else sum(valid) / len(valid)
     squares = sum((value - mean) ** 2 for value in valid)
     variance = squares / (len(valid) - ddof) if len(valid) > ddof else 0.0
     scaled = np.array([(value - mean) / np.sqrt(variance + eps) + (0.0 if shift else mean) for value in valid])

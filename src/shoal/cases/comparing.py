@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,19 @@ class Claim:
     """
 
     check: Callable[[str], str | None]
+
+
+def step_claim(*, is_skipped: bool) -> Claim:
+    """What an optimizer does with a step: the sentence begins with `skipped` or `applied`."""
+    words = {"skipped": True, "applied": False}
+
+    def check(sentence: str) -> str | None:
+        first = re.split(r"[^a-z]", sentence.strip().lower(), maxsplit=1)[0]
+        if first not in words:
+            raise DataError(f"{sentence!r} is no known sentence; it must begin with {' or '.join(words)}")
+        return None if words[first] == is_skipped else ("skipped" if is_skipped else "applied")
+
+    return Claim(check)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,9 @@ def _whitened(values: Inputs, eps: float, ddof: int, *, shift_mean: bool) -> Ten
 
 def _whitening(part: str | None, ddof: int, *, shift_mean: bool) -> Compute:
     def compute(inputs: Inputs) -> Tensor:
-        values = inputs if part is None else inputs.part(part, inputs.get(part), required=("values", "mask"))
-        return _whitened(values, inputs.number("eps", _WHITENING_EPS), ddof, shift_mean=shift_mean)
+        values = inputs if part is None else inputs.part(part, inputs.get(part), required=("values", "mask"), optional=("eps",))
+        eps = values.number("eps", inputs.number("eps", _WHITENING_EPS))
+        return _whitened(values, eps, ddof, shift_mean=shift_mean)
 
     return compute
 

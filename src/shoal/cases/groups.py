@@ -16,7 +16,7 @@ from shoal.config.algorithm import AlgorithmSection
 from shoal.errors import DataError
 
 _DEFAULTS = AlgorithmSection()
-_BOUND = re.compile(r"abs\(advantages?\) <= (?P<bound>[0-9.eE+-]+) for every sample")
+_BOUND = re.compile(r"abs\(advantages?\) *(?P<relation><=?) *(?P<bound>[0-9.eE+-]+)( for every sample)?")
 
 
 def group_index_of(inputs: Inputs) -> tuple[Tensor, int]:
@@ -64,8 +64,10 @@ def _bound(inputs: Inputs) -> Claim:
         match = _BOUND.fullmatch(sentence.strip())
         if match is None:
             raise DataError(f"{sentence!r} is no known sentence; known is 'abs(advantage) <= NUMBER for every sample'")
+        bound = float(match["bound"])
         # Written so that NaN breaks the bound.
-        return None if largest <= float(match["bound"]) else f"a largest size of {largest:g}"
+        holds = largest <= bound if match["relation"] == "<=" else largest < bound
+        return None if holds else f"a largest size of {largest:g}"
 
     return Claim(check)
 

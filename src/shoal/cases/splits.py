@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.algo.aggregation import LOSS_AGGREGATIONS, TrainedCounts, aggregate, count_trained
-from shoal.cases.comparing import Claim
+from shoal.cases.comparing import Claim, step_claim
 from shoal.cases.family import Compute, Family
 from shoal.cases.inputs import Inputs
 from shoal.cases.ranks import on_every_rank
@@ -85,16 +85,7 @@ def _largest_gradient(inputs: Inputs, loss_aggregation: str) -> float:
 
 def _optimizer_step(inputs: Inputs) -> Claim:
     """A step without a trained token is skipped by every rank."""
-    is_skipped = _counts(_ranks(inputs)).num_tokens == 0
-
-    def check(sentence: str) -> str | None:
-        words = {"skipped": True, "applied": False}
-        first = sentence.strip().lower().partition(",")[0].partition(" ")[0]
-        if first not in words:
-            raise DataError(f"{sentence!r} is no known sentence; it must begin with {' or '.join(words)}")
-        return None if words[first] == is_skipped else ("skipped" if is_skipped else "applied")
-
-    return Claim(check)
+    return step_claim(is_skipped=_counts(_ranks(inputs)).num_tokens == 0)
 
 
 def _count(read: Callable[[TrainedCounts], float]) -> Compute:

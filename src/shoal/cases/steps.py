@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from shoal.algo.gradients import clip_coefficient, global_grad_norm
 from shoal.algo.logprobs import logits_to_logprobs, token_logprobs
 from shoal.algo.schedule import learning_rate
 from shoal.algo.steering import admission_capacity
-from shoal.cases.comparing import ByKey
+from shoal.cases.comparing import ByKey, step_claim
 from shoal.cases.family import Family
 from shoal.cases.inputs import Inputs, to_tensor
 from shoal.cases.ranks import on_every_rank
@@ -30,36 +31,40 @@ def _chunked(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Ten
     return logprobs, entropies, head
 
 
-def _rows(inputs: Inputs) -> list[Tensor]:
-    """Logits of each position; rows may differ in length."""
-    return [to_tensor(row, inputs.dtype, f"inputs.logits[{number}]") for number, row in enumerate(inputs.items("logits"))]
+def _at_positions(logits: object, dtype: torch.dtype, read: Callable[[Tensor], object], path: str = "inputs.logits") -> object:
+    """Read the logits of each position; lists of any depth, whose innermost may differ in length."""
+    if isinstance(logits, list) and any(isinstance(row, list) for row in logits):
+        return [_at_positions(row, dtype, read, f"{path}[{number}]") for number, row in enumerate(logits)]
+    return read(to_tensor(logits, dtype, path).reshape(-1))
 
 
-def _entropies(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+def _entropy(inputs: Inputs, *, gradient: bool) -> object:
     temperature = inputs.number("temperature", 1.0)
-    runs = [_chunked(row, torch.zeros(1, dtype=torch.int64), temperature) for row in _rows(inputs)]
-    return [entropy[0] for _, entropy, _ in runs], [head for _, _, head in runs]
 
+    def read(logits: Tensor) -> object:
+        _, entropies, head = _chunked(logits, torch.zeros(1, dtype=torch.int64), temperature)
+        return torch.autograd.grad(entropies[0], head)[0][:, 0].tolist() if gradient else entropies[0].item()
 
-def _entropy_gradients(inputs: Inputs) -> list[object]:
-    entropies, heads = _entropies(inputs)
-    pairs = zip(entropies, heads, strict=True)
-    return [torch.autograd.grad(entropy, head)[0][:, 0].tolist() for entropy, head in pairs]
+    return _at_positions(inputs.get("logits"), inputs.dtype, read)
 
 
 ENTROPY = Family(
     required=("logits",),
     optional=("temperature",),
-    outputs={"entropy": lambda inputs: [entropy.item() for entropy in _entropies(inputs)[0]], "grad_logits": _entropy_gradients},
+    outputs={
+        "entropy": lambda inputs: _entropy(inputs, gradient=False),
+        "grad_logits": lambda inputs: _entropy(inputs, gradient=True),
+    },
 )
 
 
 def _sampled(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and ids [N]; a plain list is one position."""
-    logits, tokens = inputs.rows("logits"), inputs.integers("token").reshape(-1)
-    if tokens.shape != logits.shape[:1] or not bool(((tokens >= 0) & (tokens < logits.shape[1])).all()):
-        raise DataError(f"inputs.token is {tokens.tolist()}; it needs one id in [0, {logits.shape[1]}) for each of {len(logits)} positions")
-    return logits, tokens
+    """Logits [N, V] and ids [N] of all positions; a plain list of logits is one position."""
+    logits, tokens = inputs.tensor("logits"), inputs.integers("token")
+    shape, size = list(tokens.shape), logits.shape[-1] if logits.ndim else 0
+    if list(logits.shape) != [*shape, size] or not bool(((tokens >= 0) & (tokens < size)).all()):
+        raise DataError(f"inputs.token is {tokens.tolist()}; it needs an id in [0, {size}) for logits of shape {list(logits.shape)}")
+    return logits.reshape(-1, size), tokens.reshape(-1)
 
 
 def _trainer_logprobs(inputs: Inputs) -> Tensor:
@@ -111,6 +116,7 @@ GRAD_NORM = Family(
         "global_norm": _global_norm,
         "clip_coefficient": _coefficient,
         "clipped": lambda inputs: [(shard * _coefficient(inputs)).tolist() for shard in _shards(inputs)],
+        "optimizer_step": lambda inputs: step_claim(is_skipped=not math.isfinite(_global_norm(inputs))),
     },
 )
 

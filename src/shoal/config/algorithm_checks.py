@@ -19,6 +19,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _off_policy(config.algorithm)
     yield from _components(config)
     yield from _shaping(config)
+    yield from _nothing_to_train(config)
     yield from _critic_warmup(config)
 
 
@@ -133,6 +134,14 @@ def _shaping(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer_tokens is {reward.overlong_buffer_tokens}, above rollout.max_new_tokens {max_new_tokens}: even an "
             "empty response would be penalised; lower it"
+        )
+
+
+def _nothing_to_train(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.mask_truncated and config.rollout.ignore_eos:
+        yield (
+            "algorithm.mask_truncated leaves out responses that were cut, and rollout.ignore_eos lets all of them run until they are: nothing "
+            "would be trained; set one of them to false"
         )
 
 

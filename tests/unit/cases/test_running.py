@@ -72,7 +72,8 @@ def test_input_that_cannot_be_used_fails_by_name(case_id: str, inputs: dict[str,
         ("M-TIS-01", {"low": 0.5, "high": 2.0}, "inputs must hold either cap, or low and high"),
         ("M-TIS-02", {"high": None}, "inputs.high is missing"),
         ("M-GRP-01", {"uid": ["a"]}, "inputs.rewards has shape [4]; it needs one number for each of the 1 rows"),
-        ("M-TMP-01", {"token": 3}, "inputs.token is [3]; it needs one id in [0, 3)"),
+        ("M-TMP-01", {"token": 3}, "inputs.token is 3; it needs an id in [0, 3) for logits of shape [3]"),
+        ("M-TMP-01", {"token": [1, 2]}, "inputs.token is [1, 2]; it needs an id in [0, 3) for logits of shape [3]"),
         ("M-TMP-01", {"temperature": 0}, "ValueError: temperature is 0.0"),
         ("M-AGG-01", {"norm_length": None}, "norm_length is None"),
         ("M-LRS-01", {"checkpoint_after_updates": None}, "inputs.checkpoint_after_updates is missing"),
@@ -150,6 +151,30 @@ def test_case_that_expects_nothing_or_has_unknown_keys_fails() -> None:
     )
     without = {key: value for key, value in math_case("M-GAE-01").items() if key != "family"}
     assert run(without) == ("case key 'family' is missing",)
+
+
+@pytest.mark.parametrize(("bound", "holds"), [("<= 3.03", True), ("< 3.03", True), ("<= 3", False), ("< 3", False)])
+def test_sentence_about_a_bound_may_name_any_number(bound: str, holds: bool) -> None:
+    found = run(changed("M-GRP-05", expected={"bound_when_normalised": f"abs(advantage) {bound} for every sample"}))
+    assert (found == ()) is holds
+
+
+def test_gradient_that_is_not_finite_skips_the_step() -> None:
+    case = changed("M-GRD-01", inputs={"shards": [[3.0], ["nan"]]})
+    case["expected"] = {"global_norm": "nan", "optimizer_step": "skipped on both ranks"}
+    assert run(case) == ()
+    case["inputs"]["shards"] = [[3.0], [4.0]]
+    assert [line.rpartition("found ")[2] for line in run(case)] == ["5.0", "'applied'"]
+
+
+def test_logits_may_be_nested_to_any_depth() -> None:
+    row, grad = [2.0, 1.0, 0.0], math_case("M-ENT-01")["expected"]["grad_logits"][2]
+    for wrap in (lambda x: x, lambda x: [x], lambda x: [[x], [x, x]]):
+        case = changed("M-ENT-01", inputs={"logits": wrap(row)}, expected={"entropy": wrap(0.8323955818399389), "grad_logits": wrap(grad)})
+        assert run(case) == ()
+    case = changed("M-TMP-01", inputs={"logits": [[row, row]], "token": [[1, 1]]})
+    case["expected"] = {"logprob": [[-2.1429316284998996] * 2], "ratio_trainer_over_rollout": [[1.0, 1.0]]}
+    assert run(case) == ()
 
 
 def test_null_is_the_same_as_not_given() -> None:

@@ -66,6 +66,10 @@ def test_group_estimator_with_groups_of_one_is_refused(estimator: str) -> None:
         ({"reward": {"weights": {"a": float("nan")}}}, r"reward\.weights\.a is nan; give a finite number"),
         ({"reward": {"clip": [1.0, 1.0]}}, r"reward\.clip is \[1\.0, 1\.0\]; the lower bound must be below"),
         ({"reward": {"clip": [0.0, float("nan")]}}, r"reward\.clip is \[0\.0, nan\]"),
+        (
+            {"algorithm": {"mask_truncated": True}, "rollout": {"ignore_eos": True}},
+            r"mask_truncated leaves out .* nothing would be trained",
+        ),
         ({"reward": {"overlong_buffer_tokens": 9}}, r"overlong_buffer_tokens is 9, above rollout\.max_new_tokens 8"),
         (GDPO | {"reward": {}}, r"gdpo normalises each component of the reward by itself, but reward\.weights is empty"),
         (GDPO | {"algorithm": {"estimator": "gdpo"}}, r"gdpo compares components of the reward, and algorithm\.kl_in is reward"),
