@@ -140,8 +140,8 @@ def _shaping(config: RunConfig) -> Iterator[str]:
 def _nothing_to_train(config: RunConfig) -> Iterator[str]:
     if config.algorithm.mask_truncated and config.rollout.ignore_eos:
         yield (
-            "algorithm.mask_truncated leaves out responses that were cut, and rollout.ignore_eos lets all of them run until they are: nothing "
-            "would be trained; set one of them to false"
+            "algorithm.mask_truncated leaves out responses that were cut, and rollout.ignore_eos lets all of them run until they are: "
+            "nothing would be trained; set one of them to false"
         )
 
 
