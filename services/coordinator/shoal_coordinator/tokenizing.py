@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
         return [] if ids == [self._tokenizer.unk_token_id] else ids
 
     def text(self, prompt: Prompt) -> str:
-        """Render a prompt; chat messages get the generation prompt appended.
+        """Render a prompt; chat messages get the generation prompt appended, unless the last one is the assistant's: it is continued.
 
         Raises: DataError: chat messages without a chat template, or the template refuses them.
         """
@@ -109,7 +109,7 @@ class HuggingFaceTokenizer:
             raise DataError("the prompt is a list of chat messages, but the tokenizer has no chat template: give plain strings")
         # A template is the model's own code and raises what it likes.
         try:
-            rendered: str = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            rendered: str = self._tokenizer.apply_chat_template(prompt, tokenize=False, **_ending(prompt))
         except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise DataError(f"the chat template refused the prompt: {type(error).__name__}: {error}") from error
         return rendered
@@ -182,6 +182,11 @@ def read_model_limits(path: str) -> ModelLimits:
         max_context=_int_or_none(config.get("max_position_embeddings")),
         eos_token_ids=_as_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
     )
+
+
+def _ending(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    begun = messages[-1].get("role") == "assistant"
+    return {"continue_final_message": True} if begun else {"add_generation_prompt": True}
 
 
 def _adds_bos(tokenizer: Any) -> bool:  # noqa: ANN401 - see above

@@ -170,6 +170,16 @@ def test_large_parquet_file_is_read_no_further_than_asked(tmp_path: Path, monkey
     assert sizes == [BATCH_ROWS, BATCH_ROWS]
 
 
+def test_first_rows_of_a_large_row_group_do_not_load_the_rest(tmp_path: Path) -> None:
+    table = pyarrow.table({"a": [str(number) * 40 for number in range(100_000, 150_000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", compression="none", use_dictionary=False)
+    num_bytes = (tmp_path / "rows.parquet").stat().st_size
+    before = pyarrow.total_allocated_bytes()
+    rows = read_rows(find_row_files(str(tmp_path / "rows.parquet"), None, "data.train"))
+    assert next(rows).columns["a"] == "100000" * 40
+    assert pyarrow.total_allocated_bytes() - before < 0.5 * num_bytes
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_arrow_files_and_streams_are_read_in_parts(tmp_path: Path, stream: bool) -> None:
     table = pyarrow.table({"a": list(range(2 * BATCH_ROWS + 3))})

@@ -90,6 +90,16 @@ def test_token_is_known_by_its_entry_or_by_what_it_becomes() -> None:
     assert found == {"\n": [0], "Ċ": [0], "a": [2], "</s>": [3], "a a": [2, 1, 2], "x": []}
 
 
+def test_answer_is_asked_for_or_continued_where_the_assistant_has_begun(save: SaveTokenizer) -> None:
+    template = (
+        "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = load_tokenizer(str(save(adds_bos=True, template=template)))
+    assert tokenizer.text(CHAT) == "[user]ab[end][assistant]"
+    assert tokenizer.text([*CHAT, {"role": "assistant", "content": "b"}]) == "[user]ab[end][assistant]b"
+
+
 def test_hash_changes_with_the_template(save: SaveTokenizer) -> None:
     one = load_tokenizer(str(save(adds_bos=True, template=WITH_BOS))).tokenizer_hash
     assert one == load_tokenizer(str(save(adds_bos=True, template=WITH_BOS))).tokenizer_hash
