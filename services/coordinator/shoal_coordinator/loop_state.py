@@ -182,7 +182,8 @@ class LoopJournal:
         gangs = {
             kind: mark.model_copy(update={"step": mark.step + 1}) if kind in updating else mark for kind, mark in self.state.gangs.items()
         }
-        await self._write(loop_state(self.state.step + 1, gangs, position, kl))
+        # Not waiting for the disk: it is for the seconds until `commit`, should this process alone end.
+        await self._write(loop_state(self.state.step + 1, gangs, position, kl), durable=False)
 
     async def commit(self, steps: Mapping[ServiceKind, int], position: PromptPosition, kl: KlCoefficients) -> None:
         """The next step has been trained.
@@ -194,12 +195,12 @@ class LoopJournal:
         """
         gangs = {kind: mark.model_copy(update={"step": steps.get(kind, mark.step)}) for kind, mark in self.state.gangs.items()}
         self.state = loop_state(self.state.step + 1, gangs, position, kl)
-        await self._write(None)
+        await self._write(None, durable=True)
 
-    async def _write(self, following: LoopState | None) -> None:
+    async def _write(self, following: LoopState | None, *, durable: bool) -> None:
         file = StateFile(run_id=self._run_id, current=self.state, next=following)
         try:
             # In a thread: a slow disk must not hold up leases.
-            await asyncio.to_thread(write_json_atomically, self._path, file.model_dump(mode="json"))
+            await asyncio.to_thread(write_json_atomically, self._path, file.model_dump(mode="json"), durable=durable)
         except OSError as error:
             raise StateError(f"cannot write {self._path} ({error.strerror}): make room, or make run.folder writable") from error

@@ -125,9 +125,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_json_atomically(path: Path, content: Mapping[str, object]) -> None:
+def write_json_atomically(path: Path, content: Mapping[str, object], *, durable: bool = True) -> None:
     """Write a JSON file that readers see either whole or not at all.
 
+    Args:
+        durable: wait until the disk has it; without, it outlives this process but maybe not the machine.
     Raises: OSError: the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +138,8 @@ def write_json_atomically(path: Path, content: Mapping[str, object]) -> None:
         json.dump(content, file, indent=2, allow_nan=False)
         file.write("\n")
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from shoal_coordinator.states import RunState
 
 from shoal.errors import InternalError
-from tests.helpers.run_fakes import RunHarness, ScriptedConnector
+from tests.helpers.run_fakes import KINDS, RunHarness, ScriptedConnector
 
 S = RunState
 ADAPTIVE = {"estimator": "gae", "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 100}
@@ -130,6 +130,18 @@ async def test_run_with_fresh_gangs_starts_whatever_the_file_says(tmp_path: Path
     assert read_state(tmp_path)["current"]["step"] == 1
 
 
+async def test_run_with_fresh_gangs_starts_even_where_the_earlier_ones_had_learned_nothing(tmp_path: Path) -> None:
+    connector = ScriptedConnector()
+    connector.actor.applies = connector.critic.applies = False
+    await train(tmp_path, connector, run={"steps": 2})
+    async with RunHarness(tmp_path, connector=connector, run={"steps": 1}) as again:
+        again.log.clear()
+        for service_id in KINDS:
+            again.join(service_id, incarnation="b")
+        await again.until(S.FINISHED)
+    assert collected(again) == ["collect 1 at version 0"]
+
+
 @pytest.mark.parametrize("steps", [(3, 3), (2, 4), (1, 2), (5, 5)])
 async def test_run_refuses_gangs_of_which_it_knows_nothing(tmp_path: Path, steps: tuple[int, int]) -> None:
     first = await train(tmp_path, run={"steps": 2})
@@ -140,6 +152,24 @@ async def test_run_refuses_gangs_of_which_it_knows_nothing(tmp_path: Path, steps
     assert "says {'actor': 2, 'critic': 2}" in error
     assert "start all gangs again" in error
     assert refused.log == []
+
+
+@pytest.mark.parametrize("steps", [(3, 3), (1, 3), (0, 1)])
+async def test_run_refuses_gangs_that_are_neither_before_nor_behind_the_step_that_was_cut_short(
+    tmp_path: Path, steps: tuple[int, int]
+) -> None:
+    connector = (await train(tmp_path, run={"steps": 1})).connector
+    connector.actor.fail["update 2"] = connector.critic.fail["update 2"] = InternalError("killed")
+    await train(tmp_path, connector, run={"steps": 3}, until=S.FAILED)
+    connector.actor.step, connector.critic.step = steps
+    refused = await train(tmp_path, connector, run={"steps": 9}, until=S.FAILED)
+    assert "says {'actor': 1, 'critic': 1} or {'actor': 2, 'critic': 2}" in str(refused.coordinator.run.progress.error)
+
+
+async def test_run_refuses_trained_gangs_of_another_kind_of_run(tmp_path: Path) -> None:
+    first = await train(tmp_path, run={"steps": 2})
+    refused = await train(tmp_path, first.connector, estimator="grpo", until=S.FAILED)
+    assert "the gangs have committed different steps" in str(refused.coordinator.run.progress.error)
 
 
 async def test_run_refuses_trained_gangs_without_a_state(tmp_path: Path) -> None:
