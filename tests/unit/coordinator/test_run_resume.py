@@ -200,9 +200,10 @@ async def test_run_refuses_a_state_that_it_cannot_read(tmp_path: Path, change: d
     assert "start the gangs again" in error
 
 
-async def test_run_refuses_a_state_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+async def test_run_refuses_a_state_with_numbers_that_are_not_finite(tmp_path: Path, number: str) -> None:
     first = await train(tmp_path, run={"steps": 1})
     text = (tmp_path / "state.json").read_text()
-    (tmp_path / "state.json").write_text(text.replace('"kl_coef": 0.01', '"kl_coef": NaN'))
+    (tmp_path / "state.json").write_text(text.replace('"kl_coef": 0.01', f'"kl_coef": {number}'))
     refused = await train(tmp_path, first.connector, until=S.FAILED)
     assert "current.kl.kl_coef" in str(refused.coordinator.run.progress.error)
