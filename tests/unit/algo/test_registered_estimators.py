@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.algo import registry
@@ -73,6 +75,56 @@ def rows(inputs: AdvantageInputs, chosen: slice | Tensor) -> AdvantageInputs:
     return dataclasses.replace(inputs, **{name: getattr(inputs, name)[chosen] for name in ROW_FIELDS})
 
 
+def on_ranks(variant: dict[str, object], parts: list[AdvantageInputs]) -> list[tuple[Tensor, Tensor]]:
+    """Results of every rank of a gang."""
+    estimate = estimator_of(variant)
+
+    def one_rank(part: AdvantageInputs, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
+        return estimate(part, sum_over_ranks)
+
+    if variant["estimator"] in ALONE or variant.get("whiten_advantages") is False:
+        return [estimate(part, lambda local: local) for part in parts]
+    return run_gang(parts, one_rank)
+
+
+def drawn_batch(data: st.DataObject) -> AdvantageInputs:
+    """Any shape, any mask, groups of any size, any scores missing; few values, so that groups without spread occur."""
+    num_rows, num_tokens, num_groups = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    missing = data.draw(st.sampled_from([0.0, 0.3]))
+
+    def scores(*shape: int) -> Tensor:
+        values = torch.randint(0, 3, shape, generator=generator).double() / 3
+        return torch.where(torch.rand(shape, generator=generator) < missing, torch.nan, values)
+
+    return AdvantageInputs(
+        rewards=scores(num_rows, num_tokens),
+        response_mask=torch.rand(num_rows, num_tokens, generator=generator) < data.draw(st.sampled_from([0.3, 0.8, 1.1])),
+        values=torch.randn(num_rows, num_tokens, generator=generator, dtype=torch.float64),
+        group_index=torch.randint(0, num_groups, (num_rows,), generator=generator),
+        num_groups=num_groups,
+        bootstrap_values=torch.randn(num_rows, generator=generator, dtype=torch.float64),
+        baselines=scores(num_rows),
+        components=scores(num_rows, 2),
+        component_weights=(1.0, -0.5),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_estimator_of_any_batch_is_finite_and_does_not_depend_on_the_split(variant: dict[str, object], data: st.DataObject) -> None:
+    whole = drawn_batch(data)
+    expected = estimator_of(variant)(whole, lambda local: local)
+    cut = data.draw(st.integers(0, whole.rewards.shape[0]))
+    results = on_ranks(variant, [rows(whole, slice(0, cut)), rows(whole, slice(cut, None))])
+    for actual, wanted in zip(zip(*results, strict=True), expected, strict=True):
+        assert bool(wanted.isfinite().all())
+        assert bool((wanted[~whole.response_mask] == 0).all())
+        # A spread that is rounding only would be blown up by the division.
+        torch.testing.assert_close(torch.cat(actual), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 @pytest.mark.parametrize("cuts", [(4,), (1, 5), (3, 3, 7), (0,)], ids=str)
 def test_estimator_does_not_depend_on_the_split_over_ranks(variant: dict[str, object], cuts: tuple[int, ...]) -> None:
@@ -81,14 +133,7 @@ def test_estimator_does_not_depend_on_the_split_over_ranks(variant: dict[str, ob
     bounds = [0, *cuts, whole.rewards.shape[0]]
     parts = [rows(whole, slice(low, high)) for low, high in itertools.pairwise(bounds)]
 
-    def one_rank(part: AdvantageInputs, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-        return estimate(part, sum_over_ranks)
-
-    if variant["estimator"] in ALONE or variant.get("whiten_advantages") is False:
-        results = [estimate(part, lambda local: local) for part in parts]
-    else:
-        results = run_gang(parts, one_rank)
-    for actual, wanted in zip(zip(*results, strict=True), expected, strict=True):
+    for actual, wanted in zip(zip(*on_ranks(variant, parts), strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(actual), wanted, rtol=1e-12, atol=1e-12)
 
 
