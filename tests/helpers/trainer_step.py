@@ -39,8 +39,9 @@ class Step:
     ) -> None:
         self.config = run_config(folder, **sections)
         self.actor, self.critic, self.source = build_pair(self.config, context, records, overhead_tokens=overhead_tokens)
-        for loader in (self.actor._loader, self.critic._loader) if layout is not None else ():
-            loader._passes = replace(loader._passes, layout=layout)
+        if layout is not None:
+            for loader in (self.actor._loader, self.critic._loader):
+                loader._passes = replace(loader._passes, layout=layout)
         self.records = records
         self.gradients: dict[str, torch.Tensor] = {}
         spy_on(self.actor, lambda: self._keep("actor", self.actor))

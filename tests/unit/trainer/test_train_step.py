@@ -37,7 +37,7 @@ SPLITS: list[Split] = [even_split(6, 1, 1), even_split(6, 1, 2), even_split(6, 1
 def test_train_step_gives_the_same_loss_and_gradient_for_every_split(
     policy_folder: Path, context: RankContext, loss_aggregation: str, retain_graph_tokens: int
 ) -> None:
-    settings: dict[str, dict[str, Any]] = {
+    settings: dict[str, Any] = {
         "algorithm": {"loss_aggregation": loss_aggregation, "entropy_coef": 0.01},
         "actor": {"retain_graph_tokens": retain_graph_tokens},
         "critic": {"retain_graph_tokens": retain_graph_tokens},
