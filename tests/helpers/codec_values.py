@@ -107,7 +107,7 @@ WORKER = SinkWorkerLayout(
 )
 LAYOUT = SinkLayout(server_id="rollout-0", workers=(WORKER,))
 SHARD = TensorShard(rank=1, box=BOX)
-TENSOR = SourceTensor(name="q", shape=(4, 4), dtype="float32", shards=(SHARD, SHARD))
+TENSOR = SourceTensor(name="q", shape=(4, 4), dtype="float32", shards=(SHARD, SHARD), frozen=True)
 SOURCE = SourceLayout(source_id="s1", tensors=(TENSOR,), places=(Place(host_id="boot-2:2", device="cpu"), PLACE))
 STAGED = StagedVersion(source_id="s1", policy_version=4)
 PAIR = PairDigests(

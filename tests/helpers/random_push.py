@@ -143,14 +143,15 @@ _SHARDINGS: tuple[Callable[[st.DrawFn, tuple[int, ...], int], Held], ...] = (_fs
 
 @st.composite
 def random_source(draw: st.DrawFn, *, replicated: bool = False) -> SourceLayout:
-    """Tensors of 0 to 3 dims on 1 to 5 ranks, each sharded in its own way."""
+    """Tensors of 0 to 3 dims on 1 to 5 ranks, each sharded in its own way, some of them frozen."""
     num_ranks = draw(st.integers(1, 5))
     tensors = []
     for index in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=3)))
         sharding = draw(st.sampled_from(_SHARDINGS)) if shape and not replicated else _replicated
         dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
-        tensors.append(source_tensor(f"t{index}", shape, sharding(draw, shape, num_ranks), dtype))
+        tensor = source_tensor(f"t{index}", shape, sharding(draw, shape, num_ranks), dtype)
+        tensors.append(replace(tensor, frozen=draw(st.booleans())))
     return source_layout(draw(st.permutations(tensors)), num_ranks)
 
 

@@ -113,6 +113,7 @@ class HeldTensors:
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 shards=tuple(TensorShard(rank=self._rank, box=held.box) for held in self._held[name]),
+                frozen=self.is_frozen(name),
             )
             for name, parameter in self._parameters.items()
         )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from shoal.errors import DeadlineError, ShoalError
@@ -21,7 +20,6 @@ from shoal.types.weights import BucketEncoding, PairDigests, ServerTransfer, Sin
 from shoal.weights.buckets import Bucket
 from shoal.weights.delta import Delta, encoded_size
 from shoal.weights.transports.base import LinkRequest, SourceLink, SourceTransport
-from shoal.weights.transports.chunks import as_array
 from shoal.weights.transports.pieces import digest_of, find_delta, torch_dtype
 from shoal_trainer.shadow import Shadow
 from shoal_trainer.source_layout import HeldTensors
@@ -98,8 +96,8 @@ class Encoder:
         self._unchanged_digests = {}
 
     def is_frozen(self, bucket: Bucket) -> bool:
-        """Whether nothing of the bucket is trained."""
-        return all(self._tensors.is_frozen(piece.source_name) for piece in bucket.pieces)
+        """Whether nothing of the bucket is trained; the plan mixes no frozen pieces with others."""
+        return self._tensors.is_frozen(bucket.pieces[0].source_name)
 
     def send(self, bucket: Bucket, link: SourceLink, base: StagedVersion | None, *, compares: bool) -> tuple[int, BucketEncoding]:
         """Send a bucket in the smallest way that the base allows.
@@ -124,19 +122,8 @@ class Encoder:
     def _delta(self, bucket: Bucket, pieces: list[Tensor], version: int, *, compares: bool) -> Delta | None:
         """What to send against the staged version; None if everything is to be sent."""
         old = self._shadow.pieces(bucket, version) if compares else None
-        delta = self._trained_elements(bucket, pieces) if old is None else find_delta(bucket, old, pieces)
+        delta = None if old is None else find_delta(bucket, old, pieces)
         return delta if delta is not None and encoded_size(delta) < bucket.num_bytes else None
-
-    def _trained_elements(self, bucket: Bucket, pieces: list[Tensor]) -> Delta | None:
-        """All elements of a bucket but the frozen ones, which staging holds in every version; None if that are most of them."""
-        starts = np.cumsum([0, *(tensor.numel() for tensor in pieces)])
-        trained = [i for i, piece in enumerate(bucket.pieces) if not self._tensors.is_frozen(piece.source_name)]
-        if 2 * sum(pieces[i].numel() for i in trained) > starts[-1]:
-            return None
-        return Delta(
-            positions=np.concatenate([np.arange(starts[i], starts[i + 1], dtype=np.int64) for i in trained]),
-            values=np.concatenate([as_array(pieces[i].cpu().reshape(-1)) for i in trained]),
-        )
 
     def _digest_once(self, bucket: Bucket, known: dict[Bucket, int]) -> int:
         if bucket not in known:

@@ -168,7 +168,7 @@ class WeightSourceServicer(weights_pb2_grpc.WeightSourceServiceServicer):
 
 def _join_layouts(layouts: Sequence[weights_pb2.SourceLayout]) -> weights_pb2.SourceLayout:
     """What the whole gang holds, from what each rank holds."""
-    described = [[(tensor.name, list(tensor.shape), tensor.dtype) for tensor in layout.tensors] for layout in layouts]
+    described = [[(tensor.name, list(tensor.shape), tensor.dtype, tensor.frozen) for tensor in layout.tensors] for layout in layouts]
     for rank, tensors in enumerate(described):
         if tensors != described[0] or layouts[rank].source_id != layouts[0].source_id:
             differing = [theirs[0] for theirs, ours in zip(tensors, described[0], strict=False) if theirs != ours]
@@ -178,7 +178,7 @@ def _join_layouts(layouts: Sequence[weights_pb2.SourceLayout]) -> weights_pb2.So
     for parts in zip(*(layout.tensors for layout in layouts), strict=True):
         first = parts[0]
         shards = [shard for part in parts for shard in part.shards]
-        joined.tensors.add(name=first.name, shape=first.shape, dtype=first.dtype, shards=shards)
+        joined.tensors.add(name=first.name, shape=first.shape, dtype=first.dtype, shards=shards, frozen=first.frozen)
     return joined
 
 

@@ -75,6 +75,7 @@ def source_tensor_to_proto(tensor: SourceTensor) -> weights_pb2.SourceTensor:
         shape=tensor.shape,
         dtype=dtype_to_proto(tensor.dtype),
         shards=[tensor_shard_to_proto(shard) for shard in tensor.shards],
+        frozen=tensor.frozen,
     )
 
 
@@ -96,7 +97,8 @@ def _source_tensor(message: weights_pb2.SourceTensor, inside: dict[tuple[int, ..
             check_inside(f"shard of {message.name} on rank {shard.rank}", shard.box, shape)
             known[key] = shard
         shards.append(shard)
-    return SourceTensor(name=message.name, shape=shape, dtype=dtype_from_proto(message.dtype), shards=tuple(shards))
+    dtype = dtype_from_proto(message.dtype)
+    return SourceTensor(name=message.name, shape=shape, dtype=dtype, shards=tuple(shards), frozen=message.frozen)
 
 
 def source_layout_to_proto(layout: SourceLayout) -> weights_pb2.SourceLayout:

@@ -47,13 +47,15 @@ class TensorShard:
 class SourceTensor:
     """One Hugging Face tensor and who holds what of it. dtype is a codec dtype name such as "float32".
 
-    Replicated boxes appear for every rank that holds them; a rank may hold several boxes.
+    Replicated boxes appear for every rank that holds them; a rank may hold several boxes. frozen: it is not trained; its pieces share no
+    bucket with others, so that none of it is sent twice.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     shards: tuple[TensorShard, ...]
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,12 +54,12 @@ def assign(geometry: Geometry, source: SourceIndex, rotation: int, bucket_bytes:
     """
     ranks = choose_ranks(geometry.shards, geometry.num_bytes, source, rotation)
     order = np.argsort(ranks, kind="stable")
-    ranks, workers, dtypes = ranks[order], geometry.worker_ranks[order], geometry.dtypes[order]
+    ranks, workers, dtypes, frozen = ranks[order], geometry.worker_ranks[order], geometry.dtypes[order], geometry.frozen[order]
     bytes_before = np.concatenate(([0], np.cumsum(geometry.num_bytes[order]))).astype(np.int64)
     is_pair = np.ones(len(order), np.bool_)
     is_pair[1:] = (ranks[1:] != ranks[:-1]) | (workers[1:] != workers[:-1])
     is_group = is_pair.copy()
-    is_group[1:] |= dtypes[1:] != dtypes[:-1]
+    is_group[1:] |= (dtypes[1:] != dtypes[:-1]) | (frozen[1:] != frozen[:-1])
     pairs = np.flatnonzero(is_pair)
     buckets = pack(bytes_before, np.flatnonzero(is_group), bucket_bytes)
     digest = hashlib.sha256(as_bytes(ranks))

@@ -22,7 +22,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Pieces of one serving dtype, at most `push.bucket_bytes` in all. index counts within (rank, worker_rank)."""
+    """Pieces of one serving dtype, all trained or all frozen, at most `push.bucket_bytes`. index counts within (rank, worker_rank)."""
 
     rank: int
     worker_rank: int

@@ -1,7 +1,7 @@
 """Pieces of one server's plan before ranks are chosen; equal for all servers of equal layout.
 
 Every non-empty intersection of an engine region with a shard is a piece; one larger than a bucket is cut along leading dims. P pieces,
-D dims, in canonical order: worker, dtype, place in staging.
+D dims, in canonical order: worker, dtype, trained before frozen, place in staging.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.weights.source_index import SourceIndex
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Geometry:
-    """Columns by piece: worker_ranks, parameters and tensors (indices), dtypes (indices), shards (rows of the source index), num_bytes [P];
-    source_offsets in the tensor, target_offsets in the parameter, sizes [P, D], of which num_dims [P] are real.
+    """Columns by piece: worker_ranks, parameters and tensors (indices), dtypes (indices), frozen (0 or 1), shards (rows of the source
+    index), num_bytes [P]; source_offsets in the tensor, target_offsets in the parameter, sizes [P, D], of which num_dims [P] are real.
     """
 
     parameter_table: tuple[SinkParameter, ...]
@@ -30,6 +30,7 @@ class Geometry:
     parameters: Ints
     tensors: Ints
     dtypes: Ints
+    frozen: Ints
     shards: Ints
     num_bytes: Ints
     source_offsets: Ints
@@ -55,12 +56,15 @@ def build_geometry(source: SourceIndex, sink: SinkIndex, bucket_bytes: int) -> G
     inside = (target_offsets * sink.strides(width)[parameters]).sum(axis=1)
     address = sink.staging_offsets[parameters] + inside * items[rows]
     workers, dtypes = sink.worker_of[parameters], sink.dtype_order[parameters]
-    order = np.lexsort((address, dtypes, workers))
+    tensors = regions.owners[region]
+    frozen = np.array([tensor.frozen for tensor in source.tensors], np.int64)[tensors]
+    order = np.lexsort((address, frozen, dtypes, workers))
     columns = {
         "worker_ranks": workers[order],
         "parameters": parameters[order],
-        "tensors": regions.owners[region][order],
+        "tensors": tensors[order],
         "dtypes": dtypes[order],
+        "frozen": frozen[order],
         "shards": meeting.shard[rows][order],
         "num_bytes": (sizes.prod(axis=1) * items[rows])[order],
         "source_offsets": source_offsets[order],
@@ -102,7 +106,7 @@ def split_boxes(sizes: Ints, items: Ints, bucket_bytes: int) -> tuple[Ints, Ints
 
 def _digest(source: SourceIndex, sink: SinkIndex, columns: dict[str, Ints]) -> bytes:
     """sha256 over both sides' names, shapes and dtypes, places in staging, and every piece; `shards` is left to the chosen ranks."""
-    digest = hashlib.sha256(b"shoal-push-plan-2\n")
+    digest = hashlib.sha256(b"shoal-push-plan-3\n")
     for tensor in source.tensors:
         digest.update(f"{tensor.name!r} {tensor.shape} {tensor.dtype}\n".encode())
     for worker in sink.workers:

@@ -101,7 +101,7 @@ class _Rig:
 def _config(folder: Path, staging: Path) -> RunConfig:
     push = {"shm_dir": str(staging), "bucket_bytes": 65536}
     lora: dict[str, Any] = {"rank": 4, "alpha": 16.0}
-    return lora_config(folder, lora, push=push, actor={"lr": 3e-2}, algorithm={"estimator": "grpo"})
+    return lora_config(folder, lora, push=push, actor={"lr": 1e-2}, algorithm={"estimator": "grpo"})
 
 
 @pytest_asyncio.fixture

@@ -11,8 +11,9 @@ from shoal_trainer import merging
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.merging import MergedWeight
 from shoal_trainer.models import load_policy, named_shards
-from shoal_trainer.source_layout import HeldTensors
+from shoal_trainer.source_layout import HeldTensors, local_tensor
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shoal.errors import TransportError
@@ -29,7 +30,8 @@ SHAPE, RANK, SCALE = (37, 41), 5, 2.4
 
 def factors(shape: tuple[int, int] = SHAPE) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(size, generator=generator) for size in (shape, (RANK, shape[1]), (shape[0], RANK)))  # type: ignore[return-value]
+    base, down, up = (torch.randn(size, generator=generator) for size in (shape, (RANK, shape[1]), (shape[0], RANK)))
+    return base, down, up
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor) -> MergedWeight:
@@ -39,15 +41,21 @@ def merged(base: Tensor, down: Tensor, up: Tensor) -> MergedWeight:
 
 
 def exact(base: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    return base.double() + SCALE * up.double() @ down.double()
+    return torch.addmm(base.double(), up.double(), down.double(), alpha=SCALE)
 
 
 def random_boxes(shape: tuple[int, int], count: int) -> list[Box]:
     """Some of them rows, columns or single elements, for which libraries have ways of their own."""
     generator = torch.Generator().manual_seed(2)
-    cuts = [[sorted(torch.randperm(size + 1, generator=generator)[:2].tolist()) for size in shape] for _ in range(count)]
-    lines = [[(at, at + 1), (0, shape[1])] for at in (0, shape[0] - 1)] + [[(0, shape[0]), (at, at + 1)] for at in (0, shape[1] - 1)]
-    return [box(*((low, high) for low, high in cut)) for cut in [*cuts, *lines, [(3, 4), (5, 6)]]]
+    cuts = [[_two(torch.randperm(size + 1, generator=generator)) for size in shape] for _ in range(count)]
+    rows, columns = [(0, shape[0])], [(0, shape[1])]
+    cuts += [[(at, at + 1), *columns] for at in (0, shape[0] - 1)] + [[*rows, (at, at + 1)] for at in (0, shape[1] - 1)]
+    return [box(*cut) for cut in [*cuts, [(3, 4), (5, 6)]]]
+
+
+def _two(numbers: Tensor) -> tuple[int, int]:
+    first, second = sorted(numbers[:2].tolist())
+    return first, second
 
 
 def of(whole: Tensor, part: Box) -> Tensor:
@@ -80,14 +88,12 @@ def test_merged_weight_is_trained_and_has_the_shape_and_dtype_of_its_base() -> N
     assert (first.shape, first.dtype, first.shards) == (second.shape, second.dtype, second.shards)
 
 
-def sharded(whole: Tensor, mesh: object, placements: Sequence[Placement]) -> DTensor:
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # type: ignore[arg-type]
+def sharded(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 40])
 def test_every_rank_computes_its_rows(world_size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     base, down, up = factors()
     expected, seen = exact(base, down, up), set()
     for rank in fake_ranks(world_size):
@@ -102,14 +108,12 @@ def test_every_rank_computes_its_rows(world_size: int) -> None:
         for shard in described.shards:
             seen.add(shard.box)
             assert torch.allclose(tensors.piece("w", shard.box).double(), of(expected, shard.box), atol=1e-5)
-        local = weight.shard().to_local()  # type: ignore[union-attr]
+        local = local_tensor(weight.shard())
         assert torch.equal(local, torch.cat([tensors.piece("w", shard.box) for shard in described.shards] or [local]))
     assert boxes.cover_fault(boxes.whole(SHAPE), tuple(seen)) is None
 
 
 def test_rows_without_their_adapter_are_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     base, down, up = factors()
     for rank in fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
@@ -151,7 +155,7 @@ def test_served_weights_are_the_base_models_names_with_the_values_of_pefts_merge
         expected = named_shards(plain)[name].full_tensor().detach()
         layer = layers[name.removesuffix(".weight")] if name.removesuffix(".weight") in served.adapted_layers else None
         if layer is not None:
-            expected = expected + layer.get_delta_weight("default").full_tensor().detach()  # type: ignore[operator,union-attr]
+            expected = expected + layer.get_delta_weight("default").full_tensor().detach()
         assert torch.allclose(value, expected, atol=1e-6), name
     assert served.lora is not None
     assert served.lora.rank == LORA["rank"]

@@ -63,11 +63,12 @@ def test_plan_writes_every_element_once_for_random_layouts(push: tuple[SourceLay
 
 @given(random_push(), BUCKET_BYTES)
 @settings(max_examples=100, deadline=None)
-def test_buckets_hold_one_dtype_and_are_filled_in_order(push: tuple[SourceLayout, SinkLayout], bucket_bytes: int) -> None:
+def test_buckets_hold_one_dtype_trained_or_frozen_and_are_filled_in_order(push: tuple[SourceLayout, SinkLayout], bucket_bytes: int) -> None:
     """At most one bucket of extra memory: none is larger, and none ends while the next piece would still fit."""
     source, sink = push
     plan = plan_one(source, sink, bucket_bytes)
     parameters = {(worker.worker_rank, parameter.name): parameter for worker in sink.workers for parameter in worker.parameters}
+    is_frozen = {tensor.name: tensor.frozen for tensor in source.tensors}
     for rank, worker_rank in plan.pairs():
         buckets = plan.buckets(rank, worker_rank)
         assert [bucket.index for bucket in buckets] == list(range(plan.num_buckets_of(rank, worker_rank)))
@@ -75,13 +76,20 @@ def test_buckets_hold_one_dtype_and_are_filled_in_order(push: tuple[SourceLayout
         for bucket in buckets:
             assert (bucket.rank, bucket.worker_rank) == (rank, worker_rank)
             assert {parameters[worker_rank, piece.parameter].dtype for piece in bucket.pieces} == {bucket.dtype}
+            assert len({is_frozen[piece.source_name] for piece in bucket.pieces}) == 1
             item = ITEM_BYTES[bucket.dtype]
             assert bucket.num_bytes == sum(piece.source_box.num_elements * item for piece in bucket.pieces) <= bucket_bytes
         for bucket, following in pairwise(buckets):
             first_bytes = following.pieces[0].source_box.num_elements * ITEM_BYTES[following.dtype]
-            assert bucket.dtype < following.dtype or bucket.num_bytes + first_bytes > bucket_bytes
+            kinds = [(one.dtype, is_frozen[one.pieces[0].source_name]) for one in (bucket, following)]
+            assert kinds[0] < kinds[1] or bucket.num_bytes + first_bytes > bucket_bytes
         places = [
-            (bucket.dtype, parameters[worker_rank, piece.parameter].staging_offset_bytes, piece.parameter_box.offsets)
+            (
+                bucket.dtype,
+                is_frozen[piece.source_name],
+                parameters[worker_rank, piece.parameter].staging_offset_bytes,
+                piece.parameter_box.offsets,
+            )
             for bucket in buckets
             for piece in bucket.pieces
         ]
@@ -239,7 +247,9 @@ def test_plan_hash_changes_with_everything_that_is_agreed_on() -> None:
         )
         for worker in sink.workers
     )
+    frozen = replace(source, tensors=tuple(replace(tensor, frozen=True) for tensor in source.tensors))
     others = [
+        plan_one(frozen, sink),
         plan_one(source, decoder_sink("b", 2)),
         plan_one(source, decoder_sink("a", 1)),
         plan_one(source, decoder_sink("a", 2, dtype="bfloat16")),

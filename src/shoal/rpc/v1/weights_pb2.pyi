@@ -163,8 +163,11 @@ class SourceTensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _common_pb2.DataType.ValueType
+    frozen: _builtins.bool
+    """It is not trained: its pieces get buckets of their own, which are sent once."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -176,10 +179,11 @@ class SourceTensor(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _common_pb2.DataType.ValueType = ...,
         shards: _abc.Iterable[Global___TensorShard] | None = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "frozen", b"frozen", "name", b"name", "shape", b"shape", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
