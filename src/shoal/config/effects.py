@@ -248,10 +248,11 @@ def _unused_settings(config: RunConfig, field: str, registry: Mapping[str, Regis
     for setting in type(algorithm).model_fields:
         if setting not in unused or not is_written(algorithm, setting, instead.get(setting)):
             continue
+        neutral = instead.get(setting, type(algorithm).model_fields[setting].default)
         because = "always normalises over the batch" if setting == "whiten_advantages" and instead[setting] else "does not use it"
         yield (
             f"algorithm.{setting} is {_shown(getattr(algorithm, setting))} but algorithm.{field} {choice} {because}, so it would have no "
-            f"effect; leave it out, or set {field} to one that uses it: {', '.join(unused[setting])}"
+            f"effect; leave it out, or at {_shown(neutral)}, or set {field} to one that uses it: {', '.join(unused[setting])}"
         )
 
 
