@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Remembers the largest number of elements of any tensor that an operation returned, in forward and backward."""
 
     num_elements = 0

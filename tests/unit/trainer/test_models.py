@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from shoal_trainer import models
 from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import ConfigError
@@ -88,6 +91,29 @@ def test_policy_in_bf16_mixed_attends_in_float32_on_a_cpu_and_stays_close(policy
     for found, expected in zip(scores(mixed, records), scores(exact, records), strict=True):
         assert found.dtype == torch.float32
         assert 0 < (found - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_settings_reach_every_group_of_parameters(
+    policy_folder: Path, context: RankContext, monkeypatch: pytest.MonkeyPatch, trainable: bool
+) -> None:
+    given: list[dict[str, Any]] = []
+    original = models.fully_shard
+
+    def spy(module: torch.nn.Module, **options: Any) -> Any:  # noqa: ANN401 - as torch has it
+        given.append(options)
+        return original(module, **options)
+
+    monkeypatch.setattr(models, "fully_shard", spy)
+    gang = {"reshard_after_forward": False, "offload": True, "precision": "bf16_mixed"}
+    config = run_config(policy_folder, actor=gang, critic=gang)
+    load_policy(str(policy_folder), config.model, config.actor, context, trainable=trainable)
+    assert len(given) == 2 + 1
+    # Nothing frees what a frozen model gathered, so it drops it after each forward.
+    assert [options["reshard_after_forward"] for options in given] == [not trainable] * 3
+    assert [type(options["offload_policy"]) for options in given] == [CPUOffloadPolicy] * 3
+    assert [options["mp_policy"].param_dtype for options in given] == [torch.bfloat16] * 3
+    assert not any(options["offload_policy"].pin_memory for options in given)
 
 
 def test_sampled_vocab_size_is_the_models_own(policy_folder: Path, context: RankContext) -> None:

@@ -79,7 +79,7 @@ def test_no_tensor_is_as_large_as_all_logits(
     policy = load(large_vocabulary, context, packing=packing)
     micro = micro_batch(policy, 1, num_response)
     mask = micro.response_mask
-    with LargestTensor() as largest:
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]  # torch leaves it untyped
         logprobs_of(policy, micro).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with torch.no_grad():
             policy.score(micro.inputs, micro.positions_before(mask), micro.response_ids[mask])
