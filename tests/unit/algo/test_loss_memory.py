@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shoal.algo.aggregation import aggregate, count_trained
 from shoal.algo.kl import token_kl
 from shoal.algo.logprobs import CHUNK_ELEMENTS, token_logprobs
 from shoal.algo.losses import ppo_loss
+from tests.helpers.largest_tensor import LargestTensor
 
 VOCAB_SIZE = 49_152
 HIDDEN_SIZE = 8
@@ -39,30 +35,13 @@ def run_loss(num_tokens: int, *, vocab_size: int = VOCAB_SIZE, chunk_elements: i
     assert hidden.grad is not None
 
 
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Remembers the largest number of elements of any tensor that an operation returned, in forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.num_elements = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.num_elements = max(self.num_elements, leaf.numel())
-        return result
-
-
 @pytest.mark.parametrize("num_tokens", [64, 256])
 def test_no_tensor_of_forward_or_backward_is_larger_than_a_chunk_or_the_head(num_tokens: int) -> None:
     vocab_size, chunk = 1000, 8
-    with LargestTensor() as largest:
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]  # torch leaves it untyped
         run_loss(num_tokens, vocab_size=vocab_size, chunk_elements=chunk * vocab_size)
     assert largest.num_elements == max(chunk * vocab_size, HIDDEN_SIZE * vocab_size)
-    with LargestTensor() as dense:
+    with LargestTensor() as dense:  # type: ignore[no-untyped-call]  # torch leaves it untyped
         run_loss(num_tokens, vocab_size=vocab_size, chunk_elements=num_tokens * vocab_size)
     assert dense.num_elements == num_tokens * vocab_size
 
