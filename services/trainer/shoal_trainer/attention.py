@@ -23,28 +23,37 @@ SDPA_FLOAT32 = "sdpa_float32"
 SDPA_VARLEN = "sdpa_varlen"
 """Names of the own implementations; with sdpa in the name, transformers refuses models that sdpa is wrong for."""
 
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "alibi")
+_UNSUPPORTED = ("softcap", "s_aux", "sinks")
 """What some models ask of their attention beyond masks, and neither sdpa nor the kernel computes."""
+_UNSUPPORTED_PACKED = (*_UNSUPPORTED, "position_bias")
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def attention_implementation(gang: GangSection, device: torch.device, config: Any) -> str:  # noqa: ANN401 - a transformers config
+def attention_implementation(
+    gang: GangSection,
+    device: torch.device,
+    config: Any,  # noqa: ANN401 - transformers is untyped
+    *,
+    has_sdpa: bool = True,
+) -> str:
     """Name for `attn_implementation`.
 
-    auto is the fused attention, except for models that cap the logits of their attention: only eager does that.
+    auto is the fused attention, except for models that cap the logits of their attention or have sinks: only eager does that.
     The CPU's fused backward in bfloat16 is 3 to 10 times slower than in float32 for sequences of up to some hundred tokens, so there
     attention itself is computed in float32.
 
     Args:
         config: the model's text configuration.
+        has_sdpa: the model's class allows fused attention.
     Raises: ConfigError: sdpa for a model that needs eager.
     """
     softcap = getattr(config, "attn_logit_softcapping", None)
+    needs_eager = softcap is not None or not has_sdpa
     if softcap is not None and gang.attention == "sdpa":
         raise ConfigError(
             f"attention is 'sdpa', which leaves out the model's attn_logit_softcapping={softcap}; set it to 'eager' or 'auto'"
         )
-    if gang.attention == "eager" or softcap is not None:
+    if gang.attention == "eager" or (gang.attention == "auto" and needs_eager):
         return "eager"
     _register()
     if may_pack(gang, device):
@@ -143,10 +152,11 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
 
 
 def _check(options: Mapping[str, Any], query: Tensor, value: Tensor) -> None:
-    asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    is_packed = options.get("cu_seq_lens_q") is not None
+    asked = [name for name in (_UNSUPPORTED_PACKED if is_packed else _UNSUPPORTED) if options.get(name) is not None]
     if asked:
         raise ConfigError(f"the model's attention needs {', '.join(asked)}, which fused attention leaves out; set attention to 'eager'")
-    if options.get("cu_seq_lens_q") is not None and query.shape[-1] != value.shape[-1]:
+    if is_packed and query.shape[-1] != value.shape[-1]:
         raise ConfigError(f"query heads have size {query.shape[-1]}, value heads {value.shape[-1]}; packing needs equal ones")
 
 

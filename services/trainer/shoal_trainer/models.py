@@ -218,8 +218,9 @@ def _load(factory: str, path: str, model: ModelSection, gang: GangSection, conte
     transformers.utils.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        attention = attention_implementation(gang, context.device, config.get_text_config())
-        loaded = getattr(transformers, factory).from_pretrained(
+        auto = getattr(transformers, factory)
+        attention = attention_implementation(gang, context.device, config.get_text_config(), has_sdpa=_has_sdpa(auto, config))
+        loaded = auto.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
@@ -229,6 +230,12 @@ def _load(factory: str, path: str, model: ModelSection, gang: GangSection, conte
         ) from error
     loaded.config.use_cache = False
     return loaded
+
+
+def _has_sdpa(auto: Any, config: Any) -> bool:  # noqa: ANN401 - transformers is untyped
+    """Whether transformers lets the model of a configuration use fused attention; a model of its own code says so when it is made."""
+    cls = auto._model_mapping.get(type(config), None)
+    return bool(getattr(cls, "_supports_sdpa", True))
 
 
 def _check_logits(language_model: _Pretrained, path: str) -> None:

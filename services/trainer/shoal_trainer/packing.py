@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.config.gang import GangSection
 from shoal.errors import ConfigError
 from shoal.telemetry.logs import get_logger
-from shoal_trainer.attention import attend_by_kernel, may_pack
+from shoal_trainer.attention import SDPA_VARLEN, attend_by_kernel, may_pack
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.inputs import pack_rows, pad_rows
 
@@ -36,7 +36,9 @@ def choose_packing(backbone: _Backbone, gang: GangSection, context: RankContext)
         backbone: the model without its head, whole and in float32.
     Raises: ConfigError: `packing: on`, and it cannot be.
     """
-    if not may_pack(gang, context.device):
+    is_fused = backbone.config._attn_implementation == SDPA_VARLEN
+    # Eager attention over a pack costs the square of it: only where it is asked for.
+    if not may_pack(gang, context.device) or (gang.packing == "auto" and not is_fused):
         return False
     fault = _fault(backbone, gang, context.device)
     is_fine_everywhere = context.max_over_ranks(torch.tensor([float(fault is not None)], device=context.device)).item() == 0
@@ -84,7 +86,8 @@ def kernel_fault(config: Any, device: torch.device) -> str | None:  # noqa: ANN4
 
 def _fault(backbone: _Backbone, gang: GangSection, device: torch.device) -> str | None:
     fault = model_fault(backbone)
-    if fault is not None or device.type != "cuda" or gang.precision == "float32" or gang.attention == "eager":
+    uses_kernel = device.type == "cuda" and gang.precision == "bf16_mixed" and backbone.config._attn_implementation == SDPA_VARLEN
+    if fault is not None or not uses_kernel:
         return fault
     return kernel_fault(backbone.config.get_text_config(), device)
 

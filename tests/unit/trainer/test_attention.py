@@ -17,9 +17,10 @@ from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.inputs import Layout, pack_rows, pad_rows, pad_rows_left
 from shoal_trainer.models import PolicyModel, layout_for, load_policy, load_value_model
-from shoal_trainer.packing import kernel_fault, model_fault
+from shoal_trainer.packing import choose_packing, kernel_fault, model_fault
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shoal.config.gang import GangSection
 from shoal.errors import ConfigError
@@ -149,6 +150,33 @@ def test_models_with_capped_attention_logits_run_eager(tmp_path: Path, context: 
     assert load(folder, context).language_model.config._attn_implementation == "eager"
     with pytest.raises(ConfigError, match=r"attn_logit_softcapping=50\.0"):
         load(folder, context, attention="sdpa")
+
+
+def test_models_without_fused_attention_run_eager(tmp_path: Path, context: RankContext) -> None:
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=2, num_experts_per_tok=1, pad_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    assert load(tmp_path / "model", context).language_model.config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match="does not support"):
+        load(tmp_path / "model", context, attention="sdpa")
+
+
+def test_packing_is_not_automatic_where_attention_is_eager(tmp_path: Path, context: RankContext) -> None:
+    folder = save_tiny_model(tmp_path / "model", "gemma2", final_logit_softcapping=None)
+    on_gpu = RankContext(rank=0, world_size=1, device=GPU, mesh=context.mesh)
+    backbone = decoder(folder, GangSection(precision="bf16_mixed"))
+    assert not choose_packing(backbone, GangSection(precision="bf16_mixed"), on_gpu)
+    assert choose_packing(backbone, GangSection(packing="on"), context)
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+def test_own_attention_refuses_what_it_would_leave_out(option: str) -> None:
+    attention_implementation(GangSection(packing="on"), CPU, random_model("llama", tied=False, seed=0).config)
+    heads = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ConfigError, match=f"needs {option}"):
+        ALL_ATTENTION_FUNCTIONS["sdpa_varlen"](torch.nn.Identity(), heads, heads, heads, None, **{option: 1.0})
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shoal_trainer import models
 from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.models import PolicyModel, load_policy, load_value_model, named_shards, num_parameters
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import ConfigError
@@ -98,13 +97,12 @@ def test_settings_reach_every_group_of_parameters(
     policy_folder: Path, context: RankContext, monkeypatch: pytest.MonkeyPatch, trainable: bool
 ) -> None:
     given: list[dict[str, Any]] = []
-    original = models.fully_shard
 
     def spy(module: torch.nn.Module, **options: Any) -> Any:  # noqa: ANN401 - as torch has it
         given.append(options)
-        return original(module, **options)
+        return fully_shard(module, **options)
 
-    monkeypatch.setattr(models, "fully_shard", spy)
+    monkeypatch.setattr("shoal_trainer.models.fully_shard", spy)
     gang = {"reshard_after_forward": False, "offload": True, "precision": "bf16_mixed"}
     config = run_config(policy_folder, actor=gang, critic=gang)
     load_policy(str(policy_folder), config.model, config.actor, context, trainable=trainable)
