@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shoal.errors import StateError
 from shoal.telemetry.logs import get_logger
@@ -68,14 +68,18 @@ class LoopState(_Stored):
     """After `step` steps of the run."""
 
     step: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
+    """Version of the actor, as in `gangs`; for whoever reads the file."""
     gangs: dict[ServiceKind, GangMark]
     prompts: StoredPosition
     kl: StoredKl
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the actor."""
-        return self.gangs[ServiceKind.ACTOR].step
+    @model_validator(mode="after")
+    def _agrees(self) -> LoopState:
+        actor = self.gangs.get(ServiceKind.ACTOR)
+        if actor is None or actor.step != self.policy_version:
+            raise ValueError(f"policy_version is {self.policy_version}, which should be the step of the actor in gangs")
+        return self
 
     @property
     def position(self) -> PromptPosition:
@@ -101,6 +105,7 @@ def loop_state(step: int, gangs: Mapping[ServiceKind, GangMark], position: Promp
     """Put a state together."""
     return LoopState(
         step=step,
+        policy_version=gangs[ServiceKind.ACTOR].step,
         gangs=dict(gangs),
         prompts=StoredPosition(epoch=position.epoch, index=position.index),
         kl=StoredKl(kl_coef=kl.kl_coef, kl_loss_coef=kl.kl_loss_coef),
@@ -160,7 +165,7 @@ def _behind(state: LoopState, gangs: Mapping[ServiceKind, GangMark]) -> LoopStat
     late = [kind.value for kind, mark in gangs.items() if not mark.is_at(state.gangs[kind])]
     if late:
         log.warning("update_may_be_missing", step=state.step, gangs=late, reason="the coordinator ended within this step")
-    return state.model_copy(update={"gangs": dict(gangs)})
+    return loop_state(state.step, gangs, state.position, state.coefficients)
 
 
 class LoopJournal:

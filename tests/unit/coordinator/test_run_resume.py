@@ -44,7 +44,7 @@ async def test_run_writes_its_state_after_every_step(tmp_path: Path) -> None:
     state = read_state(tmp_path)
     assert (state["schema_version"], state["run_id"], state["next"]) == (1, "test", None)
     current = state["current"]
-    assert (current["step"], current["prompts"]) == (2, {"epoch": 0, "index": 4})
+    assert (current["step"], current["policy_version"], current["prompts"]) == (2, 2, {"epoch": 0, "index": 4})
     assert current["gangs"] == {"actor": {"incarnation": "a", "step": 2}, "critic": {"incarnation": "a", "step": 2}}
     # A KL of 1 at a target of 0.5: 20 % x 4 samples / 100 more, twice.
     assert current["kl"]["kl_coef"] == pytest.approx(0.01 * 1.008**2)
@@ -186,6 +186,7 @@ async def test_run_refuses_trained_gangs_without_a_state(tmp_path: Path) -> None
         ({"extra": 1}, "extra"),
         ({"current": {"step": -1}}, "current.step"),
         ({"current": None}, "current"),
+        ({"current": {"policy_version": 7}}, "current: Value error, policy_version is 7"),
     ],
 )
 async def test_run_refuses_a_state_that_it_cannot_read(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
