@@ -11,16 +11,19 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from shoal_trainer import export as export_module
+from shoal_trainer.building import _actor_parts, build_actor
+from shoal_trainer.commands import EXPORT, UPDATE
 from shoal_trainer.distributed import RankContext
 from shoal_trainer.export import Exporter
 from shoal_trainer.models import PolicyModel
 from shoal_trainer.source_layout import HeldTensors
 from transformers import AutoModelForCausalLM
 
-from shoal.errors import CapacityError
+from shoal.errors import CapacityError, TransportError
+from shoal.rpc.v1 import trainer_pb2
 from shoal.weights import boxes
 from tests.helpers.adapters import LORA, adapted_policy, lora_config, peft_model, policy_logprobs, served_by, token_logprobs
-from tests.helpers.trainer_bench import VOCAB_SIZE, save_policy
+from tests.helpers.trainer_bench import VOCAB_SIZE, MemoryRecords, even_split, make_batch, ragged_records, save_policy
 
 FEW_LAYERS = {"rank": 3, "alpha": 1.5, "target_modules": ["0.mlp.up_proj", "v_proj"]}
 IDS = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -85,3 +88,23 @@ def test_export_whose_adapter_cannot_be_written_leaves_nothing(
     with pytest.raises(CapacityError, match="No space left"):
         exported(policy_folder, tmp_path / "out" / "policy", context)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_rank_brings_what_is_served_up_to_date_with_every_update(policy_folder: Path, tmp_path: Path, context: RankContext) -> None:
+    config = lora_config(policy_folder, algorithm={"estimator": "grpo"})
+    actor = build_actor(config, context, MemoryRecords(ragged_records()))
+    handlers = _actor_parts(config, context, actor).handlers
+    exports = []
+    for step in (1, 2):
+        actor.forward_batch(make_batch(ragged_records(), even_split(6, 1, 1), step))
+        actor.compute_advantages(step, 0.05, 0.05)
+        handlers[UPDATE](trainer_pb2.UpdateBatchRequest(step=step).SerializeToString())
+        handlers[EXPORT](trainer_pb2.ExportModelRequest(folder=str(tmp_path / str(step))).SerializeToString())
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / str(step), dtype=torch.float32)
+        assert torch.allclose(token_logprobs(merged, IDS), policy_logprobs(actor.module, IDS), atol=1e-5)
+        exports.append(load_file(tmp_path / str(step) / "model.safetensors"))
+    changed = {name for name, tensor in exports[0].items() if not torch.equal(tensor, exports[1][name])}
+    assert changed == {name for name in exports[0] if name.endswith("_proj.weight")}
+    actor.policy_version += 1
+    with pytest.raises(TransportError, match="gather it after every update"):
+        handlers[EXPORT](trainer_pb2.ExportModelRequest(folder=str(tmp_path / "stale")).SerializeToString())
