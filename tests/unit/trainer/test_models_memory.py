@@ -86,6 +86,21 @@ def test_no_tensor_is_as_large_as_all_logits(
     assert largest.num_elements == chunk
 
 
+def test_packed_attention_makes_nothing_of_the_square_of_a_pack(policy_folder: Path, context: RankContext) -> None:
+    square = (64 * (8 + 8 - 1)) ** 2
+    largest = {}
+    for attention in ("sdpa", "eager"):
+        policy = load(policy_folder, context, packing="on", attention=attention)
+        micro = micro_batch(policy, 64, 8)
+        assert micro.inputs.num_positions**2 == square
+        with LargestTensor() as watched:  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            logprobs_of(policy, micro).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        largest[attention] = watched.num_elements
+    assert largest["sdpa"] < square / 4
+    # Eager attention masks the whole pack.
+    assert largest["eager"] >= square
+
+
 @pytest.fixture(scope="module")
 def large_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A narrow model with many tokens."""
