@@ -89,8 +89,8 @@ class MergedWeight:
         Raises: TransportError: A has changed since it was gathered, or this rank does not hold the rows of B.
         """
         base, down, up = self._factors(held)
-        rows, columns = (_Range(box.offsets[dim] - held.box.offsets[dim], 0) for dim in (0, 1))
-        rows, columns = _Range(rows.start, rows.start + box.sizes[0]), _Range(columns.start, columns.start + box.sizes[1])
+        starts = (box.offsets[dim] - held.box.offsets[dim] for dim in (0, 1))
+        rows, columns = (_Range(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
         for tile_rows in rows.tiles(TILE_ROWS):
             for tile_columns in columns.tiles(TILE_COLUMNS):
                 at_rows, at_columns = tile_rows.seen_from(0), tile_columns.seen_from(0)
