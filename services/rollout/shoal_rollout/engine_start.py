@@ -126,13 +126,13 @@ def _import_model_classes(hf_config: Any) -> None:  # noqa: ANN401 - transformer
 
 
 def _max_model_len(config: RunConfig, hf_config: Any) -> int:  # noqa: ANN401 - as above
-    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    wanted = config.data.max_prompt_tokens + config.longest_answer
     context = getattr(hf_config, "max_position_embeddings", None)
     if context is None or context >= wanted:
         return wanted
-    if context <= config.rollout.max_new_tokens:
+    if context <= config.longest_answer:
         msg = (
-            f"rollout.max_new_tokens {config.rollout.max_new_tokens} leaves no room for a prompt in the model's context of {context} "
+            f"rollout.max_new_tokens {config.longest_answer} leaves no room for a prompt in the model's context of {context} "
             f"tokens ({config.model.path}); lower it"
         )
         raise ConfigError(msg)

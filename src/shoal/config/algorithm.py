@@ -37,8 +37,8 @@ class AlgorithmSection(Section):
     """Leave responses that were cut by the length limit out of the loss; they still count in baselines and statistics."""
     policy_loss: Choice = "ppo"
     """Loss of the policy."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratio clip below: 1 - clip_low."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratio clip below: 1 - clip_low; 1 does not clip there."""
     clip_high: float = Field(default=0.2, gt=0)
     """Ratio clip above: 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from shoal.config.algorithm_checks import algorithm_problems
 from shoal.config.effects import settings_without_effect, unused_values
 from shoal.config.gang import GangSection
-from shoal.config.models import MAX_PUSH_S, RunConfig
+from shoal.config.models import MAX_PUSH_S, MIN_TEMPERATURE, RunConfig
 from shoal.errors import ConfigError
 
 
@@ -46,10 +46,10 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"rollout.top_k is {rollout.top_k}: top-k renormalises the log-probabilities, so the ratio of the policies would be wrong; "
             "set it to 0"
         )
-    if rollout.min_new_tokens > rollout.max_new_tokens:
+    if rollout.min_new_tokens > 0:
         yield (
-            f"rollout.min_new_tokens is {rollout.min_new_tokens}, above rollout.max_new_tokens {rollout.max_new_tokens}; "
-            "lower the first or raise the second"
+            f"rollout.min_new_tokens is {rollout.min_new_tokens}: while a response is too short the log-probabilities are renormalised "
+            "over the ids that do not end it, so the ratio of the policies would be wrong; set it to 0"
         )
 
 
@@ -82,22 +82,12 @@ def _gang_settings(config: RunConfig) -> Iterator[str]:
     for name, gang in _gangs(config):
         if not all(0 <= beta < 1 for beta in gang.betas):
             yield f"{name}.betas is {list(gang.betas)}; AdamW needs both in [0, 1)"
-        if gang.packing == "on" and gang.attention == "eager":
-            yield (
-                f"{name}.packing is on but {name}.attention is eager, which knows no borders between sequences; set attention to auto or "
-                "packing to auto"
-            )
-        if gang.packing == "on" and gang.device == "cpu":
-            yield (
-                f"{name}.packing is on but {name}.device is cpu, whose attention kernels know no borders between sequences; set packing to "
-                "auto: rows of similar length are padded together, with the same results"
-            )
     if config.critic.lora is not None and config.algorithm.has_critic:
         yield "critic.lora is set, but only the actor trains adapters: the critic's head starts from nothing; leave it out"
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    evaluation, max_new_tokens = config.evaluation, config.rollout.max_new_tokens
+    evaluation = config.evaluation
     if evaluation.every > 0 and config.data.held_out is None:
         yield (
             f"evaluation.every is {evaluation.every} but data.held_out is not set, so there is nothing to evaluate; "
@@ -108,10 +98,10 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             f"evaluation.samples is {evaluation.samples} but evaluation.temperature is 0, which is greedy: all answers to a row would be "
             "the same; set a temperature or samples to 1"
         )
-    if evaluation.max_new_tokens is not None and evaluation.max_new_tokens > max_new_tokens:
+    if 0 < evaluation.temperature < MIN_TEMPERATURE:
         yield (
-            f"evaluation.max_new_tokens is {evaluation.max_new_tokens}, above rollout.max_new_tokens {max_new_tokens}, for which the "
-            "engine's context is laid out; lower the first or raise the second"
+            f"evaluation.temperature is {evaluation.temperature:g}; the engine takes 0 (greedy) or at least {MIN_TEMPERATURE:g}; set it to "
+            "0 or raise it"
         )
 
 

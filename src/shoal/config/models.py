@@ -18,6 +18,8 @@ from shoal.config.masking import mask_url
 
 Dtype = Literal["float32", "bfloat16"]
 MAX_BUCKET_BYTES = 4 << 30
+MIN_TEMPERATURE = 0.01
+"""Below it the engine's softmax overflows; 0 is greedy."""
 MAX_SCORED_SEQUENCES = 64
 """Sequences that a trainer scores in one call."""
 MAX_PUSH_S = 86_400.0
@@ -67,7 +69,7 @@ class RolloutSection(Section):
     """Groups trained per step."""
     group_size: int = Field(default=8, ge=1)
     """Samples per prompt."""
-    temperature: float = Field(default=1.0, gt=0.0, le=2.0)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=2.0)
     """Sampling temperature of training rollouts; greedy (0) is refused for training."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling; below 1 is refused for training since it renormalises log-probabilities."""
@@ -76,7 +78,7 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(default=8, ge=1)
     """Longest response in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """Shortest response in tokens."""
+    """Shortest response in tokens; above 0 is refused for training, as top_p."""
     ignore_eos: bool = False
     """Go on past EOS; for benchmarks."""
     stop_token_ids: tuple[int, ...] = ()
@@ -295,6 +297,11 @@ class RunConfig(Section):
         """Whether the collective transport may carry weights."""
         allowed = self.push.plaintext_collective
         return self.security.insecure if allowed is None else allowed
+
+    @property
+    def longest_answer(self) -> int:
+        """Most new tokens of a request, in training or evaluation."""
+        return max(self.rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
 
     @property
     def planned_updates(self) -> int:

@@ -96,7 +96,7 @@ def test_load_unknown_key_names_the_nearest_valid_one(base: Path, override: str,
         ("run.id=7", ("run.id is 7", "quotes")),
         ("run.id=Bad Name", ("run.id is 'Bad Name'", "pattern")),
         ("reward.version=", ("reward.version is None", 'write ""')),
-        ("rollout.temperature=0", ("rollout.temperature is 0", "greater than 0", "greedy (0) is refused")),
+        ("rollout.temperature=0", ("rollout.temperature is 0", "greater than or equal to 0.01", "greedy (0) is refused")),
         (
             "algorithm.estimator=ppo",
             ("algorithm.estimator is 'ppo'", "'gae'", "'grpo'", "entrypoint: package.module", "(ppo is a policy_loss)"),
