@@ -12,6 +12,8 @@ from shoal.types import ExperienceRecord, FinishReason, ScoreStatus
 from tests.helpers.trainer_bench import VOCAB_SIZE, make_record, ref_of
 from tests.helpers.trainer_splits import component
 
+ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 def build(records: list[ExperienceRecord]) -> MicroBatch:
     return build_micro_batch([ref_of(record) for record in records], records, VOCAB_SIZE)
@@ -81,7 +83,6 @@ def test_build_micro_batch_feeds_the_last_token_of_cut_responses_alone() -> None
     ]
     refs = [ref_of(record) for record in records]
     micro = build_micro_batch(refs, records, VOCAB_SIZE, layout=pack_rows, feed_cut_ends=True)
-    ended, cut = records
     assert micro.truncated.tolist() == [False, True]
     assert micro.inputs.input_ids.flatten().tolist() == [*ended.prompt_ids, *ended.response_ids[:-1], *cut.prompt_ids, *cut.response_ids]
     assert micro.positions_of_last(micro.truncated).tolist() == [9]
