@@ -77,11 +77,8 @@ def test_build_micro_batch_masks_and_counts_records_that_cannot_be_trained_on(ch
 
 
 def test_build_micro_batch_feeds_the_last_token_of_cut_responses_alone() -> None:
-    records = [
-        make_record(0, num_prompt=2, num_response=3),
-        make_record(1, num_prompt=2, num_response=4, finish_reason=FinishReason.LENGTH),
-    ]
-    refs = [ref_of(record) for record in records]
+    ended, cut = (make_record(i, num_prompt=2, num_response=3 + i, finish_reason=reason) for i, reason in enumerate(ENDS))
+    records, refs = [ended, cut], [ref_of(ended), ref_of(cut)]
     micro = build_micro_batch(refs, records, VOCAB_SIZE, layout=pack_rows, feed_cut_ends=True)
     assert micro.truncated.tolist() == [False, True]
     assert micro.inputs.input_ids.flatten().tolist() == [*ended.prompt_ids, *ended.response_ids[:-1], *cut.prompt_ids, *cut.response_ids]
