@@ -160,7 +160,7 @@ def gdpo_advantages(
         group_index, num_groups, group_std, group_eps: as `grpo_advantages`; both standard deviations have the divisor of group_std.
     Returns: [B], dtype of components; exactly 0 where no component of the group has spread.
     Raises: ConfigError: unknown group_std. ValueError: not one weight per component.
-    Source: Liu et al. 2026 (GDPO), eq. 4 to 6.
+    Source: Liu et al. 2026 (GDPO).
     """
     if len(weights) != components.shape[1]:
         raise ValueError(f"{len(weights)} weights for {components.shape[1]} components; give one weight per component")
