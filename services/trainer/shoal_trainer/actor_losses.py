@@ -86,9 +86,7 @@ class PolicyObjective:
             per_token = per_token - self._algorithm.entropy_coef * select(entropies, mask)
         if micro.kept is not None:
             per_token = torch.where(micro.kept[:, None], per_token, 0.0)
-        loss = aggregate(
-            per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation, norm_length=self._norm_length
-        )  # fmt: skip
+        loss = aggregate(per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation, norm_length=self._norm_length)
         return loss, TokenLoss(per_token=per_token, sums=dict(sums), maxima=terms.maxima)
 
     def _correction_names(self) -> set[str]:

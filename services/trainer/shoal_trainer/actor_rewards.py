@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.algo.advantages import AdvantageInputs
-from shoal.algo.group_advantages import group_statistics
+from shoal.algo.group_advantages import frac_zero_std, group_statistics
 from shoal.algo.kl import token_kl
 from shoal.algo.masking import masked_moments, select, whiten
 from shoal.algo.rewards import outcome_rewards, shaped_scores
@@ -134,14 +134,9 @@ class RewardBuilder:
         return baselines
 
     def _flat_fraction(self, rewards: StepRewards) -> float:
-        """Share of the groups with a scored response whose rewards are all equal: without a KL in the reward they teach nothing."""
-        scored = ~rewards.outcomes.isnan()
-        statistics = group_statistics(rewards.outcomes, rewards.group_index, rewards.num_groups, self._context.sum_over_ranks)
-        marks = torch.zeros(2, rewards.num_groups, dtype=torch.float64, device=self._context.device)
-        marks[0, rewards.group_index[scored]] = 1.0
-        marks[1, rewards.group_index[scored & (statistics.sum_sq_dev == 0)]] = 1.0
-        present, flat = self._context.max_over_ranks(marks).sum(dim=1).tolist()
-        return float(flat / max(present, 1.0))
+        """Share of the groups whose rewards are all equal: without a KL in the reward they teach nothing."""
+        groups, total = (rewards.group_index, rewards.num_groups), self._context.sum_over_ranks
+        return frac_zero_std(group_statistics(rewards.outcomes, *groups, total), *groups, total).item()
 
 
 def number_groups(batch: Batch, batches: Sequence[MicroBatch], device: torch.device) -> tuple[Tensor, int]:

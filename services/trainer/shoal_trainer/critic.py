@@ -201,9 +201,7 @@ class Critic:
         mask = micro.loss_mask
         values = micro.values if has_graph else self._values(micro.batch)
         terms = self._loss(values, micro.old_values, micro.returns, mask)
-        loss = aggregate(
-            terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation, norm_length=self._norm_length
-        )  # fmt: skip
+        loss = aggregate(terms.per_token, mask, counts, loss_aggregation=self._algorithm.loss_aggregation, norm_length=self._norm_length)
         backward_over_ranks(loss, self._context)
         tally.add({**terms.sums, "loss": loss, "trained": mask.sum()}, terms.maxima)
 

@@ -13,6 +13,9 @@ from tests.helpers.trainer_bench import RankJob, run_config, run_ranks, save_pol
 from tests.helpers.trainer_jobs import every_split_job, train_step_job
 from tests.helpers.trainer_splits import AGGREGATIONS, EVERYWHERE, ONCE, SCENARIOS
 
+# Starting ranks and a few hundred steps take half a minute, and several times that beside other work.
+pytestmark = pytest.mark.timeout(400)
+
 Results = dict[str, Any]
 
 WORLD_SIZES = (1, 2, 4)
@@ -89,7 +92,6 @@ def test_train_step_gives_one_loss_gradient_and_metrics_for_every_split(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_train_step_on_four_ranks_gives_the_same_for_every_scenario_and_aggregation(
     results: dict[int, Results], config: RunConfig, tmp_path: Path
 ) -> None:
