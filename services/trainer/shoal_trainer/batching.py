@@ -205,8 +205,9 @@ class _Arrays:
             self.has_token_rewards[row] = True
             self.token_rewards[row, : len(record.token_rewards)] = record.token_rewards
         self.baselines[row] = np.nan if record.baseline_reward is None else record.baseline_reward
-        scored = {part.name: part.value for part in record.reward_components if part.status is ScoreStatus.SCORED}
-        self.components[row] = [scored.get(name, np.nan) for name in component_names]
+        if component_names:
+            scored = {part.name: part.value for part in record.reward_components if part.status is ScoreStatus.SCORED}
+            self.components[row] = [scored.get(name, np.nan) for name in component_names]
 
 
 def _is_usable(record: ExperienceRecord, vocab_size: int) -> bool:
