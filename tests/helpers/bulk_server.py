@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
 import torch
 
@@ -16,6 +15,7 @@ from shoal.codec.bucket_stream import WEIGHT_SINK_SERVICE
 from shoal.config.models import SecuritySection
 from shoal.rpc.server import RpcServer
 from shoal.weights.transports.grpc_sink import BulkReceiver, add_bulk_handler
+from tests.helpers.forked import fork_context
 from tests.helpers.rpc_services import PLAINTEXT
 from tests.helpers.wire_setting import Setting
 
@@ -62,9 +62,9 @@ def _serve_in_process(setting: Setting, port: int, answer: Connection) -> None:
 
 
 @contextmanager
-def bulk_process(setting: Setting, port: int = 0) -> Iterator[tuple[str, SpawnProcess]]:
+def bulk_process(setting: Setting, port: int = 0) -> Iterator[tuple[str, ForkServerProcess]]:
     """Serve push-1 of version 1 in a process; gives the address and the process, which the test may kill."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_in_process, args=(setting, port, theirs))
     process.start()

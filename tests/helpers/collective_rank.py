@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
 import torch
 
 from shoal.config.models import PushSection
 from shoal.weights.transports.base import LinkRequest
 from shoal.weights.transports.collective_source import CollectiveSourceLink, CollectiveSourceTransport
+from tests.helpers.forked import fork_context
 from tests.helpers.wire_setting import Setting, cut
 
 
@@ -51,9 +51,9 @@ def _send_some(setting: Setting, request: LinkRequest, num_buckets: int, pipe: C
 
 
 @contextmanager
-def rank_process(setting: Setting, request: LinkRequest, num_buckets: int) -> Iterator[tuple[SpawnProcess, Callable[[], object]]]:
+def rank_process(setting: Setting, request: LinkRequest, num_buckets: int) -> Iterator[tuple[ForkServerProcess, Callable[[], object]]]:
     """Gives a process that is about to join, and what waits until it has sent so many buckets; the test may stop or kill it."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_some, args=(setting, request, num_buckets, theirs))
     process.start()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from shoal import errors
 from shoal.config.models import PushSection, SecuritySection
 from shoal.errors import DeadlineError, InternalError, ShoalError
 from shoal.weights.transports.factory import open_source_transport
+from tests.helpers.forked import fork_context
 from tests.helpers.layouts import decoder_shapes
 from tests.helpers.weight_source import identity
 
@@ -110,7 +110,7 @@ class Rank:
 
 
 def run_rank(rank: int, world_size: int, store: str, tied: bool, settings: PushSection, connection: Connection) -> None:
-    """Entry of a spawned rank; ends when the pipe closes."""
+    """Entry of a rank; ends when the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
@@ -125,12 +125,12 @@ def run_rank(rank: int, world_size: int, store: str, tied: bool, settings: PushS
 
 
 class PipeGang:
-    """`WeightGang` over spawned ranks."""
+    """`WeightGang` over ranks in processes of their own."""
 
     def __init__(self, world_size: int, folder: Path, settings: PushSection, *, tied: bool) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._connections: list[Connection] = []
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[ForkServerProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_rank, args=(rank, world_size, str(folder / "store"), tied, settings, theirs), daemon=True)

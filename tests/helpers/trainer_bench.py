@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from shoal.types import (
     SamplingParams,
     ScoreStatus,
 )
+from tests.helpers.forked import fork_context
 
 RUN_ID = "test-run"
 VOCAB_SIZE = 61
@@ -232,8 +232,7 @@ def run_ranks(job: RankJob, config: RunConfig, world_size: int, folder: Path) ->
         with one_rank(config) as context:
             job(context, config, folder)
         return
-    # Ranks are forks of a process that has imported everything and done nothing: starting Python with torch takes seconds for each.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, job.__module__])
+    fork_context()  # which start_processes takes
     arguments = (job, config, world_size, _free_port(), folder)
     mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
 

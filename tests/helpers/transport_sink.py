@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from shoal.weights.transports.chunks import as_array
 from shoal.weights.transports.factory import open_staging
 from shoal.weights.transports.pieces import bucket_digest
 from shoal.weights.transports.staging import ParameterPieces
+from tests.helpers.forked import fork_context
 from tests.helpers.transport_receivers import RECEIVERS, Receiver
 
 TIMEOUT_S = 60.0
@@ -53,7 +53,7 @@ class SinkProcess:
 
     def __init__(self, transport: str, folder: str, bucket_bytes: int, device: str = "cpu") -> None:
         self.transport = transport
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(transport, folder, bucket_bytes, device, theirs), daemon=True)
         self.process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from shoal.weights import boxes
 from shoal.weights.buckets import Bucket
 from shoal.weights.transports.base import SourceLink
 from shoal.weights.transports.pieces import digest_of, find_delta
+from tests.helpers.forked import fork_context
 from tests.helpers.layouts import (
     columns_of,
     decoder_shapes,
@@ -265,9 +265,7 @@ def test_source_killed_in_the_middle_leaves_the_sink_alive(sink: SinkProcess, ma
     layout = sink.stage(SinkLayout(server_id="server", workers=(sink_worker(0, parameters, regions, num_bytes),)))
     gang = make_gang(source, random_tensors(source))
     started = gang.start(sink, layout)
-    victim = multiprocessing.get_context("spawn").Process(
-        target=push_until_killed, args=(sink.transport, source, started, BUCKET_BYTES), daemon=True
-    )
+    victim = fork_context().Process(target=push_until_killed, args=(sink.transport, source, started, BUCKET_BYTES), daemon=True)
     victim.start()
     deadline = time.monotonic() + 60
     while not sink.parameters(0)["big"].any() and time.monotonic() < deadline:
