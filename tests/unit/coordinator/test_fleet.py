@@ -285,9 +285,9 @@ async def test_fleet_waits_for_min_servers_and_goes_on_with_them(tmp_path: Path)
     async with RunHarness(tmp_path, run={"steps": 2}, rollout={"servers": 2, "min_servers": 2}) as run:
         gate = asyncio.Event()
         run.connector.sink("rollout-1:1").faults |= {"verify": [StateError("digest differs")], "prepare": [None, gate]}
+        await run.until(RunState.WAITING_FOR_SERVICES)  # the first time; below, the second
         run.join("rollout-1")
         run.join_all()
-        await run.until(RunState.PUSHING)
         await run.until(RunState.WAITING_FOR_SERVICES)
         await run.until_true(lambda: run.connector.sink("rollout-1:1").calls.count("prepare") == 2)
         assert (run.coordinator.machine.state, run.coordinator.run.progress.step) == (RunState.WAITING_FOR_SERVICES, 1)

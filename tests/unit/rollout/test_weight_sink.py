@@ -244,7 +244,7 @@ async def test_a_push_expires_at_every_stage(rig: SinkRig, stage: str) -> None:
     expired = _num_ended(PushEnd.EXPIRED)
     reached, release = rig.engine.hold("shoal_drop")
     reach = {"prepared": rig.to_prepared, "planned": rig.to_planned, "verified": rig.to_verified}
-    await reach[stage](expires_s=0.3)
+    await reach[stage](expires_s=0.5)
     await asyncio.wait_for(reached.wait(), 5)
     # The push is over before the workers know.
     assert (rig.sink.state, rig.sink.served_version) == (SinkState.IDLE, 0)
@@ -258,7 +258,7 @@ async def test_a_push_that_expires_ends_although_the_workers_cannot_be_told(rig:
     rig.engine.failures["shoal_drop"] = StateError("stuck")
     reached, _ = rig.engine.hold("shoal_drop")
     rig.engine.gates["shoal_drop"].set()
-    await rig.to_verified(expires_s=0.2)
+    await rig.to_verified(expires_s=0.5)
     await asyncio.wait_for(reached.wait(), 5)
     rig.set(a=3)
     await rig.push_all("b", 2)
@@ -275,11 +275,11 @@ async def test_a_repeated_prepare_does_not_set_the_clock_anew(rig: SinkRig) -> N
 
 async def test_a_verify_ends_when_the_time_of_its_push_is_over(rig: SinkRig) -> None:
     reached, release = rig.engine.hold("shoal_start_verify")
-    plan_hash = await rig.to_planned(expires_s=0.2)
+    plan_hash = await rig.to_planned(expires_s=0.5)
     pairs = await rig.write()
     verifying = asyncio.create_task(rig.sink.verify("a", 1, plan_hash, pairs))
     await reached.wait()
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.55)
     release.set()
     with pytest.raises(StateError, match="push a for version 1 has expired"):
         await verifying
@@ -288,19 +288,19 @@ async def test_a_verify_ends_when_the_time_of_its_push_is_over(rig: SinkRig) -> 
 
 async def test_a_committed_push_does_not_expire(rig: SinkRig) -> None:
     expired = _num_ended(PushEnd.EXPIRED)
-    await rig.to_verified(expires_s=0.2)
+    await rig.to_verified(expires_s=0.5)
     await rig.commit()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.6)
     assert (rig.sink.state, _num_ended(PushEnd.EXPIRED)) == (SinkState.COMMITTED, expired)
 
 
 async def test_a_commit_that_runs_when_the_time_is_over_is_finished(rig: SinkRig) -> None:
     expired = _num_ended(PushEnd.EXPIRED)
     reached, release = rig.engine.hold("shoal_commit")
-    await rig.to_verified(expires_s=0.3)
+    await rig.to_verified(expires_s=0.5)
     committing = asyncio.create_task(rig.commit())
     await reached.wait()
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(0.6)
     release.set()
     assert (await committing).policy_version == 1
     await asyncio.sleep(0)
@@ -310,7 +310,7 @@ async def test_a_commit_that_runs_when_the_time_is_over_is_finished(rig: SinkRig
 async def test_a_refused_commit_does_not_keep_its_push_beyond_its_time(rig: SinkRig) -> None:
     reached, release = rig.engine.hold("shoal_drop")
     release.set()
-    await rig.to_verified(expires_s=0.3)
+    await rig.to_verified(expires_s=0.5)
     sampling = asyncio.create_task(rig.engine.sample("r", [1], rig.sampling(4)))
     await rig.engine.until_requests(1)
     with pytest.raises(StateError, match="did not end"):

@@ -228,8 +228,8 @@ def test_memory_stays_below_a_few_buckets_on_both_sides_also_while_the_sink_is_s
         link.finish()
         assert link.sent_bytes == 200 * MIB
         assert peak_rss_bytes() - ours < 8 * LARGE.bucket_bytes
-        # gRPC itself takes what its flow control allows, about 20 MiB.
-        assert peak_of_theirs - theirs < 12 * LARGE.bucket_bytes
+        # gRPC itself takes what its flow control allows: about 20 MiB, and twice as much where answers are slow.
+        assert peak_of_theirs - theirs < 24 * LARGE.bucket_bytes
         transport.close()
 
 
