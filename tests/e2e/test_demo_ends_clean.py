@@ -41,7 +41,7 @@ def test_demo_interrupted_leaves_nothing(tmp_path: Path) -> None:
         _assert_nothing_left(demo, pids, address)
 
 
-@pytest.mark.parametrize("victim", ["actor", "coordinator"])
+@pytest.mark.parametrize("victim", ["actor", pytest.param("coordinator", marks=pytest.mark.slow)])
 def test_demo_with_a_killed_service_fails_and_leaves_nothing(tmp_path: Path, victim: str) -> None:
     text = {"actor": "-m shoal_trainer --role actor", "coordinator": "-m shoal_coordinator"}[victim]
     with tiny_demo(tmp_path, *_QUICK) as demo:

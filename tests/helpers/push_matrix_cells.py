@@ -168,10 +168,13 @@ CORRUPTIONS = [
     _corruption("coordinator", "commit", "coordinator:commit", "other version", (OLD, NEW), "it commits a version that was not staged"),
 ]
 
+QUICK_STOPS = {"trainer rank": "prepare", "gang leader": "transfer", "engine worker": "verify", "rollout server": "commit"}
+"""Every victim but the coordinator once, each in another stage. A stop lasts until a deadline, that of a coordinator until the servers give
+its push up, which takes the sum of all deadlines."""
+
 CELLS = [
     *(
-        # A stopped coordinator is played until the servers give its push up, which takes the sum of all deadlines.
-        _signal_cell(victim, stage, kind, slow=(victim, kind) == ("coordinator", "stop"))
+        _signal_cell(victim, stage, kind, slow=kind == "stop" and QUICK_STOPS.get(victim) != stage)
         for victim in PROCESS_OF
         for stage in STAGES
         for kind in SIGNALS

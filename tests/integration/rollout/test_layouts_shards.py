@@ -16,9 +16,9 @@ from tests.helpers.tiny_models import Architecture, save_tiny_model
 @pytest.mark.parametrize(
     ("architecture", "tied", "num_workers", "overrides"),
     [
-        ("llama", False, 2, {}),
+        pytest.param("llama", False, 2, {}, marks=pytest.mark.slow),
         ("llama", True, 4, {"num_key_value_heads": 1}),
-        ("qwen2", True, 4, {}),
+        pytest.param("qwen2", True, 4, {}, marks=pytest.mark.slow),
         ("qwen3", False, 2, {"num_key_value_heads": 1}),
         ("gemma", True, 2, {"num_key_value_heads": 1}),
         ("gemma3", True, 2, {"vocab_size": 129}),

@@ -35,7 +35,9 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_server(tmp_path: Pa
         server.kill()
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(200)])])
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("num_workers", [1, 2])
 async def test_a_killed_server_leaves_no_engine(tmp_path: Path, num_workers: int) -> None:
     overrides = [f"rollout.tensor_parallel_size={num_workers}"]
     server = await start_rollout(tmp_path / "server", save_tiny_model(tmp_path / "model"), service_id="rollout-1", overrides=overrides)

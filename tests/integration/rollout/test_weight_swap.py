@@ -124,7 +124,7 @@ async def test_commits_serve_exactly_the_new_weights(
     assert not rig.failures
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize(("architecture", "tied"), [pytest.param("llama", True, marks=pytest.mark.slow), ("qwen2", False)])
 async def test_commit_in_bfloat16_equals_an_engine_started_with_the_new_weights(
     tmp_path: Path, start: Callable[..., _Rig], architecture: Architecture, tied: bool
 ) -> None:
