@@ -83,6 +83,10 @@ def differences(found: object, expected: object, tolerance: Tolerance, path: str
         yield from differences(found.tolist(), expected, tolerance, path)
     elif isinstance(found, list) or isinstance(expected, list):
         yield from _listed(found, expected, tolerance, path)
+    elif isinstance(found, bool):
+        # A mask may be given as true and false, or as 1 and 0.
+        if found != (expected if isinstance(expected, bool) else to_number(expected, path)):
+            yield Difference(path=path, expected=expected, found=found)
     elif not is_close(to_number(found, path), to_number(expected, path), tolerance):
         yield Difference(path=path, expected=expected, found=found)
 

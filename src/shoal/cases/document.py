@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.cases.inputs import DTYPES, to_number
 from shoal.errors import DataError
 
 SCHEMA = "math-cases/1"
 MAX_FILE_BYTES = 64 << 20
+DOCUMENT_KEYS = ("schema", "precision", "encoding", "default_tolerance", "conventions", "counts", "cases")
 CASE_KEYS = ("id", "family", "title", "reports", "inputs", "expected", "tolerance", "common_wrong_values", "notes")
 
 
@@ -60,22 +62,31 @@ class CaseFile:
 def read_case_file(path: str | os.PathLike[str]) -> CaseFile:
     """Read a file of cases.
 
-    Raises: DataError: it cannot be read, is not JSON, has another schema, no cases, or a case without id.
+    Raises: DataError: it cannot be read, is not JSON, has an unknown key, another schema, no cases, or a case without id.
     """
     document = _parsed(Path(path))
     if not isinstance(document, dict):
         raise DataError(f"{path} holds a {type(document).__name__}; a file of cases is an object with the key 'cases'")
+    unknown = [key for key in document if key not in DOCUMENT_KEYS]
+    if unknown:
+        raise DataError(f"{path}: key {unknown[0]!r} is unknown; known are {', '.join(DOCUMENT_KEYS)}")
     schema = document.get("schema", SCHEMA)
     if schema != SCHEMA:
         raise DataError(f"{path} has schema {schema!r}; this command reads {SCHEMA}")
     cases = document.get("cases")
     if not isinstance(cases, list) or not cases:
         raise DataError(f"{path} has no cases; give a list of at least one under the key 'cases'")
-    tolerances = document.get("default_tolerance", {})
+    own = _default_tolerances(path, document.get("default_tolerance", {}))
+    return CaseFile(cases=tuple(_case(path, number, case) for number, case in enumerate(cases)), tolerances={**DEFAULT_TOLERANCES, **own})
+
+
+def _default_tolerances(path: str | os.PathLike[str], tolerances: object) -> dict[str, Tolerance]:
     if not isinstance(tolerances, dict):
         raise DataError(f"{path}: default_tolerance is {tolerances!r}; give an object such as {{'float64': {{'rtol': 1e-9, 'atol': 0}}}}")
-    own = {name: read_tolerance(value, f"{path}: default_tolerance.{name}") for name, value in tolerances.items()}
-    return CaseFile(cases=tuple(_case(path, number, case) for number, case in enumerate(cases)), tolerances={**DEFAULT_TOLERANCES, **own})
+    unknown = [name for name in tolerances if name not in DTYPES]
+    if unknown:
+        raise DataError(f"{path}: default_tolerance.{unknown[0]} is unknown; known are {', '.join(DTYPES)}")
+    return {name: read_tolerance(value, f"{path}: default_tolerance.{name}") for name, value in tolerances.items()}
 
 
 def read_tolerance(value: object, where: str) -> Tolerance:
@@ -85,10 +96,10 @@ def read_tolerance(value: object, where: str) -> Tolerance:
     """
     if not isinstance(value, dict) or set(value) != {"rtol", "atol"}:
         raise DataError(f"{where} is {value!r}; give rtol and atol")
-    numbers = {name: number for name, number in value.items() if isinstance(number, int | float) and not isinstance(number, bool)}
-    if len(numbers) != len(value) or not all(0 <= number < float("inf") for number in numbers.values()):
+    numbers = {name: to_number(number, f"{where}.{name}") for name, number in value.items()}
+    if not all(0 <= number < float("inf") for number in numbers.values()):
         raise DataError(f"{where} is {value!r}; rtol and atol are numbers of at least 0")
-    return Tolerance(rtol=float(numbers["rtol"]), atol=float(numbers["atol"]))
+    return Tolerance(**numbers)
 
 
 def _case(path: str | os.PathLike[str], number: int, case: object) -> Case:
@@ -102,15 +113,20 @@ def _case(path: str | os.PathLike[str], number: int, case: object) -> Case:
 
 def _parsed(path: Path) -> object:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{path} has {path.stat().st_size} bytes; a file of cases has at most {MAX_FILE_BYTES}")
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        with path.open("rb") as file:
+            # Not by the size that the file system tells: a pipe or a device has none.
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise DataError(f"{path} is too large; a file of cases has at most {MAX_FILE_BYTES} bytes")
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8 JSON") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise DataError(f"{path} holds a number that cannot be read ({error})") from error
     except RecursionError as error:
         raise DataError(f"{path} is nested too deeply; a file of cases has a handful of levels") from error
 

@@ -24,12 +24,14 @@ _WHITENING_EPS = 1e-8
 def _bootstrap_values(inputs: Inputs, num_rows: int, *, bootstrap: bool) -> Tensor | None:
     """[B] value after the last token of truncated responses, 0 for the others; None where nothing is continued."""
     ended = inputs.items("ended") if inputs.has("ended") else ["terminated"] * num_rows
-    if len(ended) != num_rows or not set(ended) <= {"terminated", "truncated"}:
+    if len(ended) != num_rows or not all(end in ("terminated", "truncated") for end in ended):
         raise DataError(f"inputs.ended is {ended!r}; it must be 'terminated' or 'truncated' for each of the {num_rows} rows")
-    if not bootstrap or "truncated" not in ended:
+    is_needed = bootstrap and "truncated" in ended
+    given = inputs.vector("bootstrap_value", num_rows) if is_needed or inputs.has("bootstrap_value") else None
+    if not is_needed or given is None:
         return None
     is_truncated = torch.tensor([end == "truncated" for end in ended])
-    return torch.where(is_truncated, inputs.vector("bootstrap_value", num_rows), 0.0)
+    return torch.where(is_truncated, given, 0.0)
 
 
 def _gae(inputs: Inputs, *, bootstrap: bool) -> dict[str, Tensor]:
@@ -42,7 +44,8 @@ def _gae(inputs: Inputs, *, bootstrap: bool) -> dict[str, Tensor]:
     )
     gamma, lam = inputs.number("gamma", _DEFAULTS.gamma), inputs.number("lam", _DEFAULTS.lam)
     advantages, returns = gae_estimator(batch, gamma=gamma, lam=lam, whiten_advantages=False)
-    return {"advantages": advantages, "returns": returns}
+    shape = inputs.tensor("rewards").shape
+    return {"advantages": advantages.reshape(shape), "returns": returns.reshape(shape)}
 
 
 def _gae_output(name: str) -> Compute:

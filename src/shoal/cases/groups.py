@@ -22,8 +22,8 @@ _BOUND = re.compile(r"abs\(advantages?\) *(?P<relation><=?) *(?P<bound>[0-9.eE+-
 def group_index_of(inputs: Inputs) -> tuple[Tensor, int]:
     """Number of each sample's group, by uid and never by position, and how many groups there are."""
     uids = inputs.items("uid")
-    if not all(isinstance(uid, str | int) for uid in uids):
-        raise DataError(f"inputs.uid is {uids!r}; it must be a list of texts")
+    if not all(isinstance(uid, str | int) and not isinstance(uid, bool) for uid in uids):
+        raise DataError(f"inputs.uid is {uids!r}; it must be a list of texts or whole numbers")
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
     return torch.tensor([numbers[uid] for uid in uids], dtype=torch.int64), len(numbers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,16 +16,21 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_NOT_NUMBERS = ("dtype", "kl_estimator", "bootstrap_on_truncation")
 _SPECIAL = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Inputs of one case, or a nested part of them; a key with the value null counts as not given."""
+    """Inputs of one case, or a nested part of them; a key with the value null counts as not given.
+
+    asked: keys whose value something has asked for; see `check_unasked`.
+    """
 
     values: Mapping[str, object]
     dtype: torch.dtype = torch.float64
     path: str = "inputs"
+    asked: set[str] = field(default_factory=set, compare=False)
 
     def has(self, key: str) -> bool:
         """Whether the key is given."""
@@ -38,18 +43,31 @@ class Inputs:
         """
         if not self.has(key):
             raise DataError(f"{self.path}.{key} is missing")
+        self.asked.add(key)
         return self.values[key]
 
-    def tensor(self, key: str) -> Tensor:
-        """Nested lists of numbers as a tensor of the case's dtype.
+    def check_unasked(self) -> None:
+        """What no expectation needed must still be numbers: a mistake in it would go unseen.
+
+        Raises: DataError: naming the key.
+        """
+        for key, value in self.values.items():
+            if value is None or key in self.asked or key in _NOT_NUMBERS:
+                continue
+            if isinstance(value, dict):
+                raise DataError(f"{self.path}.{key} is used by nothing that is expected; expect something of it, or remove it")
+            _numbers(value, f"{self.path}.{key}")
+
+    def tensor(self, key: str, *, flags: bool = False) -> Tensor:
+        """Nested lists of numbers as a tensor of the case's dtype; with `flags` also true and false.
 
         Raises: DataError: missing, ragged, or not numbers.
         """
-        return to_tensor(self.get(key), self.dtype, f"{self.path}.{key}")
+        return to_tensor(self.get(key), self.dtype, f"{self.path}.{key}", flags=flags)
 
-    def rows(self, key: str) -> Tensor:
+    def rows(self, key: str, *, flags: bool = False) -> Tensor:
         """The tensor as [B, T]; a plain list is one row, an empty one no row."""
-        tensor = self.tensor(key)
+        tensor = self.tensor(key, flags=flags)
         if tensor.ndim > 2:
             raise DataError(f"{self.path}.{key} has {tensor.ndim} levels; give a list, or a list of rows")
         if tensor.ndim == 2:
@@ -63,7 +81,7 @@ class Inputs:
         """
         if like is not None and not self.has(key):
             return torch.ones_like(like, dtype=torch.bool)
-        rows = self.rows(key)
+        rows = self.rows(key, flags=True)
         if not bool(((rows == 0) | (rows == 1)).all()):
             raise DataError(f"{self.path}.{key} holds other numbers than 0 and 1")
         return rows.bool()
@@ -93,9 +111,9 @@ class Inputs:
         Raises: DataError: missing, or not whole.
         """
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        if not to_number(value, f"{self.path}.{key}").is_integer():
             raise DataError(f"{self.path}.{key} is {value!r}; it must be a whole number")
-        return int(value)
+        return int(value)  # type: ignore[call-overload, no-any-return]  # to_number refuses what int() would
 
     def integers(self, key: str) -> Tensor:
         """Nested lists of whole numbers as int64.
@@ -103,12 +121,13 @@ class Inputs:
         Raises: DataError: missing, ragged, or not whole.
         """
         tensor = to_tensor(self.get(key), torch.float64, f"{self.path}.{key}")
-        if not bool((tensor == tensor.round()).all()):
+        if not bool(((tensor == tensor.round()) & tensor.isfinite()).all()):
             raise DataError(f"{self.path}.{key} holds something else than whole numbers")
         return tensor.long()
 
     def flag(self, key: str, *, default: bool) -> bool:
         """A truth value."""
+        self.asked.add(key)
         value = self.values.get(key)
         if value is None:
             return default
@@ -118,6 +137,7 @@ class Inputs:
 
     def choice(self, key: str, names: Iterable[str], default: str) -> str:
         """One of some names."""
+        self.asked.add(key)
         value = self.values.get(key)
         valid = tuple(names)
         if value is None:
@@ -172,25 +192,30 @@ def to_number(value: object, where: str) -> float:
 
     Raises: DataError: anything else.
     """
-    if isinstance(value, int | float):
-        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise DataError(f"{where} is a whole number of {len(str(value))} digits; it must fit float64") from error
     if isinstance(value, str) and value in _SPECIAL:
         return _SPECIAL[value]
     raise DataError(f"{where} is {value!r}; it must be a number, 'nan', 'inf' or '-inf'")
 
 
-def to_tensor(value: object, dtype: torch.dtype, where: str) -> Tensor:
-    """Nested lists of numbers as a tensor.
+def to_tensor(value: object, dtype: torch.dtype, where: str, *, flags: bool = False) -> Tensor:
+    """Nested lists of numbers as a tensor; with `flags` true and false are 1 and 0.
 
     Raises: DataError: ragged, or not numbers.
     """
     try:
-        return torch.tensor(_numbers(value, where), dtype=dtype)
+        return torch.tensor(_numbers(value, where, flags=flags), dtype=dtype)
     except (ValueError, TypeError) as error:
         raise DataError(f"{where} is ragged: all rows must be equally long ({error})") from error
 
 
-def _numbers(value: object, where: str) -> object:
+def _numbers(value: object, where: str, *, flags: bool = False) -> object:
     if isinstance(value, list):
-        return [_numbers(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        return [_numbers(item, f"{where}[{number}]", flags=flags) for number, item in enumerate(value)]
+    if flags and isinstance(value, bool):
+        return float(value)
     return to_number(value, where)

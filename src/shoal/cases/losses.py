@@ -133,7 +133,10 @@ def _weights(inputs: Inputs) -> Tensor:
 
 def _weighted_token_mean(inputs: Inputs) -> Tensor:
     mask = _engine_pair(inputs)[2]
-    weighted = inputs.rows("per_token_policy_loss") * _weights(inputs)
+    losses = inputs.rows("per_token_policy_loss")
+    if losses.shape != mask.shape:
+        raise DataError(f"inputs.per_token_policy_loss has shape {list(losses.shape)}; it needs that of the mask, {list(mask.shape)}")
+    weighted = losses * _weights(inputs)
     return aggregate(weighted, mask, count_trained([mask]), loss_aggregation="token_mean")
 
 

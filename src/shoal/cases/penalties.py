@@ -17,7 +17,13 @@ from shoal.errors import DataError
 
 def _response_mask(inputs: Inputs) -> Tensor:
     """[B, T] from the reported lengths; the ids say only how wide the batch is."""
-    num_rows, num_tokens = inputs.rows("response_ids").shape
+    ids = inputs.integers("response_ids")
+    if ids.ndim != 2:
+        raise DataError(f"inputs.response_ids has {ids.ndim} levels; give a list of rows")
+    for name in ("eos_token_id", "pad_token_id"):
+        if inputs.has(name):
+            inputs.integer(name)
+    num_rows, num_tokens = ids.shape
     lengths = inputs.integers("response_length")
     if lengths.shape != (num_rows,) or not bool(((lengths >= 0) & (lengths <= num_tokens)).all()):
         given = lengths.tolist()
@@ -45,13 +51,15 @@ TOKEN_REWARDS = Family(
 
 def _overlong(inputs: Inputs) -> Tensor:
     """What a response of reward 0 gets."""
-    lengths = inputs.integers("length")
+    lengths, buffer = inputs.integers("length"), inputs.integer("buffer")
+    if buffer < 0 or bool((lengths < 0).any()):
+        raise DataError(f"inputs.length is {lengths.tolist()} and inputs.buffer {buffer}; they count tokens")
     return shaped_scores(
         torch.zeros(lengths.shape, dtype=inputs.dtype),
         lengths,
         clip=None,
         normalise="none",
-        overlong_buffer_tokens=inputs.integer("buffer"),
+        overlong_buffer_tokens=buffer,
         overlong_penalty=1.0,
         max_new_tokens=inputs.integer("max_len"),
     )
@@ -88,6 +96,8 @@ def _expectation(name: str) -> Compute:
 
     def compute(inputs: Inputs) -> Tensor:
         policy, reference = inputs.rows("policy"), inputs.rows("ref")
+        if not all(bool(((p >= 0) & (p <= 1)).all()) for p in (policy, reference)):
+            raise DataError("inputs.policy and inputs.ref hold other numbers than probabilities")
         kl = token_kl(policy.log(), reference.log(), policy > 0, kl_estimator=name)
         return torch.where(policy > 0, policy * kl, 0.0).sum()
 

@@ -59,8 +59,10 @@ def _problems(case: Case, tolerances: Mapping[str, Tolerance]) -> Iterator[str]:
         raise DataError(f"inputs.dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
     inputs = Inputs(values=given, dtype=DTYPES[dtype])
     tolerance = _tolerance(case, dtype, tolerances)
-    for key, value in expected.items():
-        yield from _checked(case, family, inputs, tolerance, key, value)
+    problems = [problem for key, value in expected.items() for problem in _checked(case, family, inputs, tolerance, key, value)]
+    if not problems:
+        inputs.check_unasked()
+    yield from problems
 
 
 def _checked(case: Case, family: Family, inputs: Inputs, tolerance: Tolerance, key: str, value: object) -> Iterator[str]:

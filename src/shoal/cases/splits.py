@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -65,7 +66,7 @@ def _gradients(inputs: Inputs) -> Claim:
     """Of every aggregation by every per-token loss."""
 
     def check(sentence: str) -> str | None:
-        if not sentence.strip().lower().startswith("all exactly 0"):
+        if re.fullmatch(r"all exactly 0([ ,;].*)?\.?", sentence.strip().lower()) is None:
             raise DataError(f"{sentence!r} is no known sentence; known is 'all exactly 0'")
         names = [name for name in LOSS_AGGREGATIONS if name != _NORMALISED or inputs.has("norm_length")]
         largest = max(_largest_gradient(inputs, name) for name in names)

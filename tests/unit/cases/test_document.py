@@ -35,6 +35,13 @@ def _write(folder: Path, text: str) -> Path:
         ('{"cases": [{"id": "A"}], "default_tolerance": {"float64": {"rtol": 1}}}', r"default_tolerance\.float64 is .* give rtol and atol"),
         ('{"cases": [{"id": "A", "expected": {"x": 1, "x": 2}}]}', r"the key 'x' is given twice"),
         ("[" * 100_000, r"is nested too deeply"),
+        ('{"cases": [{"id": "A"}], "default_tolerances": {}}', r"key 'default_tolerances' is unknown; known are schema, precision"),
+        ('{"cases": [{"id": "A"}], "default_tolerance": {"float63": {}}}', r"default_tolerance\.float63 is unknown; known are float64"),
+        (
+            '{"cases": [{"id": "A"}], "default_tolerance": {"float64": {"rtol": ' + "9" * 400 + ', "atol": 0}}}',
+            r"default_tolerance\.float64\.rtol is a whole number of 400 digits",
+        ),
+        ('{"cases": [{"id": "A", "inputs": ' + "9" * 5000 + "}]}", r"holds a number that cannot be read"),
     ],
 )
 def test_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:

@@ -109,8 +109,54 @@ def test_known_fault_of_a_whole_list_is_named() -> None:
     assert run(case)[0].endswith("; this is the known fault some_fault")
 
 
+@pytest.mark.parametrize(
+    ("case_id", "inputs", "message"),
+    [
+        ("M-GAE-01", {"bootstrap_value": ["abc"]}, "inputs.bootstrap_value[0] is 'abc'; it must be a number"),
+        ("M-GAE-01", {"bootstrap_value": [0.0, 0.0]}, "inputs.bootstrap_value has shape [2]"),
+        ("M-GAE-01", {"ended": [{}]}, "inputs.ended is [{}]; it must be 'terminated' or 'truncated'"),
+        ("M-GAE-01", {"gamma": True}, "inputs.gamma is True; it must be a number"),
+        ("M-GAE-01", {"gamma": 10**400}, "inputs.gamma is a whole number of 401 digits; it must fit float64"),
+        ("M-REW-01", {"eos_token_id": "abc"}, "inputs.eos_token_id is 'abc'; it must be a number"),
+        ("M-REW-01", {"pad_token_id": 1.5}, "inputs.pad_token_id is 1.5; it must be a whole number"),
+        ("M-REW-01", {"response_ids": [[5, 7, 2, 2, 1.5], [4, 4, 6, 8, 9]]}, "inputs.response_ids holds something else than whole numbers"),
+        ("M-REW-03", {"length": ["inf", 16, 17, 18, 20, 21]}, "inputs.length holds something else than whole numbers"),
+        ("M-REW-03", {"length": [-1, 16, 17, 18, 20, 21]}, "they count tokens"),
+        ("M-REW-03", {"max_len": "nan"}, "inputs.max_len is 'nan'; it must be a whole number"),
+        ("M-WHI-02", {"c": {"foo": 1}}, "inputs.c is used by nothing that is expected"),
+        ("M-WHI-02", {"c": {"values": [[1]], "mask": [[1]]}}, "inputs.c is used by nothing that is expected"),
+        ("M-WHI-01", {"epsilon": {"x": 1}}, "inputs.epsilon is used by nothing that is expected"),
+        ("M-TIS-01", {"per_token_policy_loss": [[1, 1, 1]]}, "inputs.per_token_policy_loss has shape [1, 3]; it needs that of the mask"),
+        ("M-TIS-02", {"per_token_policy_loss": "abc"}, "inputs.per_token_policy_loss is 'abc'; it must be a number"),
+        ("M-KL-03", {"policy": [0.5, 0.3, 0.2, "nan"], "ref": [0.4, 0.4, 0.2, 0.1]}, "hold other numbers than probabilities"),
+        ("M-KL-03", {"policy": [0.5, 0.3, 0.2, -1], "ref": [0.4, 0.4, 0.2, 0.1]}, "hold other numbers than probabilities"),
+        ("M-GRP-02", {"uid": [True] * 9}, "it must be a list of texts or whole numbers"),
+    ],
+)
+def test_value_without_effect_on_what_is_expected_must_still_be_right(case_id: str, inputs: dict[str, Any], message: str) -> None:
+    assert run(math_case(case_id)) == ()
+    assert any(message in line for line in run(changed(case_id, inputs=inputs)))
+
+
+def test_masks_may_be_flags_and_numbers_may_not() -> None:
+    flags = [[True, True, True, False, False], [True] * 5]
+    assert run(changed("M-REW-01", expected={"mask": flags})) == ()
+    assert run(changed("M-GAE-01", inputs={"mask": [[True] * 4]})) == ()
+    wrong = [[True, True, True, False, True], [True] * 5]
+    assert "expected.mask[0][4] is True, found False" in problem("M-REW-01", expected={"mask": wrong})
+    assert "expected.clipfrac is False; it must be a number" in problem("M-PPO-04", expected={"clipfrac": False})
+
+
+def test_plain_list_is_one_row() -> None:
+    case = changed("M-GAE-01")
+    case["inputs"] |= {key: case["inputs"][key][0] for key in ("rewards", "values", "mask")}
+    case["expected"] = {key: rows[0] for key, rows in case["expected"].items()}
+    assert run(case) == ()
+
+
 def test_sentence_about_gradients_is_really_checked() -> None:
     assert run(changed("M-AGG-04")) == ()
+    assert "'all exactly 0.5' is no known sentence" in problem("M-AGG-04", expected={"gradients": "all exactly 0.5"})
     filled = [[{"loss": [[1.0, 2.0]], "mask": [[0, 1]]}]]
     lines = run(changed("M-AGG-04", inputs={"ranks": filled}))
     assert "expected.gradients is 'all exactly 0', found 'a gradient of size 1'" in lines

@@ -64,3 +64,18 @@ def test_check_cases_exits_2_for_a_file_that_cannot_be_used(tmp_path: Path) -> N
         assert result.exit_code == 2
         assert result.stdout == ""
         assert result.stderr.startswith(f"shoal: {path} ")
+
+
+def test_check_cases_keeps_each_case_on_one_line_whatever_it_is_called(tmp_path: Path, document: dict[str, Any]) -> None:
+    names = ["a\nM-GAE-01  gae  ok", "\x1b[31mred", "half \ud800", "grün"]
+    path = written(tmp_path, document | {"cases": [document["cases"][0] | {"id": name} for name in names]})
+    result = run(path)
+    assert result.exit_code == 0
+    *lines, _ = result.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["a\\nM-GAE-01", "\\x1b[31mred", "half \\ud800", "grün"]
+
+
+def test_check_cases_never_reads_without_an_end() -> None:
+    result = run(Path("/dev/zero"))
+    assert result.exit_code == 2
+    assert "is too large; a file of cases has at most" in result.stderr
