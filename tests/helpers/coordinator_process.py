@@ -25,9 +25,11 @@ from transformers import PreTrainedTokenizerFast
 
 from shoal.config.load import build_config, dump_config
 from shoal.types import ServiceKind
+from tests.helpers.plain_http import PLAIN_HTTP
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"0123456789+="]
 POLL_S = 0.02
+START_TIMEOUT_S = 60.0
 
 
 def write_model(folder: Path) -> Path:
@@ -96,11 +98,11 @@ class CoordinatorProcess:
         """POST without a body."""
         return await self._request("POST", path)
 
-    async def until_state(self, *states: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    async def until_state(self, *states: str, timeout_s: float = 40.0) -> dict[str, Any]:
         """Poll the status until the run is in one of the states."""
         return await self.until(lambda status: status["state"] in states, timeout_s=timeout_s)
 
-    async def until(self, condition: Any, *, timeout_s: float = 20.0) -> dict[str, Any]:  # noqa: ANN401
+    async def until(self, condition: Any, *, timeout_s: float = 40.0) -> dict[str, Any]:  # noqa: ANN401
         """Poll the status until it meets a condition."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -122,7 +124,7 @@ class CoordinatorProcess:
         return body
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://{self.rest_address}", trust_env=False, timeout=10.0)
+        return httpx.AsyncClient(base_url=f"http://{self.rest_address}", trust_env=False, timeout=10.0, verify=PLAIN_HTTP)
 
 
 @contextlib.asynccontextmanager
@@ -135,7 +137,7 @@ async def running_coordinator(config_path: Path, *arguments: str) -> AsyncIterat
     ready_file.unlink(missing_ok=True)
     process = _start(command, log_path)
     try:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not ready_file.exists():
             assert process.poll() is None, log_path.read_text()
             assert time.monotonic() < deadline, log_path.read_text()

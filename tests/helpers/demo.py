@@ -19,6 +19,7 @@ import httpx
 from shoal_benchmarks.models import write_random_model, write_sums
 
 from shoal.cli.local.process_tree import descendants, parent_of
+from tests.helpers.plain_http import PLAIN_HTTP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Demo:
     def status(self) -> dict[str, Any]:
         """The REST status; empty while nothing answers."""
         try:
-            body: dict[str, Any] = httpx.get(f"{self.rest_address()}/v1/status", timeout=5, trust_env=False).json()
+            body: dict[str, Any] = httpx.get(f"{self.rest_address()}/v1/status", timeout=5, trust_env=False, verify=PLAIN_HTTP).json()
         except (httpx.TransportError, httpx.UnsupportedProtocol, json.JSONDecodeError):
             return {}
         return body
@@ -107,7 +108,7 @@ def started_demo(folder: Path, *arguments: str) -> Iterator[Demo]:
 def port_is_open(address: str) -> bool:
     """Whether something listens at http://host:port."""
     try:
-        httpx.get(address, timeout=2, trust_env=False)
+        httpx.get(address, timeout=2, trust_env=False, verify=PLAIN_HTTP)
     except httpx.TransportError:
         return False
     return True

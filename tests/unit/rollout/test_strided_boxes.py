@@ -25,7 +25,7 @@ def _narrowed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return base, view
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_narrowed())
 def test_box_of_view_finds_what_was_narrowed(case: tuple[Tensor, Tensor]) -> None:
     base, view = case

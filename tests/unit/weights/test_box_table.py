@@ -40,7 +40,7 @@ def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(owned_boxes())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_find_overlap_agrees_with_comparing_all_pairs(owned: list[tuple[int, Box]]) -> None:
     overlapping = {
         frozenset((left, right))
@@ -52,7 +52,7 @@ def test_find_overlap_agrees_with_comparing_all_pairs(owned: list[tuple[int, Box
 
 
 @given(owned_boxes(), owned_boxes())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_sweep_candidates_contain_every_intersection_once(shards: list[tuple[int, Box]], regions: list[tuple[int, Box]]) -> None:
     whole = [(owner, boxes.whole(shape)) for owner, shape in enumerate(SHAPES)]
     shards = [*whole, *(pair for pair in shards if pair[1].num_elements)]

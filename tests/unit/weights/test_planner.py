@@ -55,7 +55,7 @@ def assert_same_elements(plan: ServerPlan, source: SourceLayout, sink: SinkLayou
 
 
 @given(random_push(), BUCKET_BYTES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_plan_writes_every_element_once_for_random_layouts(push: tuple[SourceLayout, SinkLayout], bucket_bytes: int) -> None:
     source, sink = push
     assert_same_elements(plan_one(source, sink, bucket_bytes), source, sink, sink)
@@ -128,7 +128,7 @@ def test_plan_push_gives_each_server_the_plan_it_makes_itself(push: tuple[Source
 
 
 @given(random_source(replicated=True).flatmap(lambda source: st.tuples(st.just(source), random_sink(source))), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_replicated_shards_are_balanced_within_a_server_and_over_servers(push: tuple[SourceLayout, SinkLayout], num_servers: int) -> None:
     source, sink = push
     sinks = [replace(sink, server_id=f"rollout-{index}") for index in range(num_servers)]
