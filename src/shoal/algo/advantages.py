@@ -72,8 +72,9 @@ def gae(
     Source: Schulman et al. 2015, eq. 16.
     """
     rewards, values = select(rewards.detach(), response_mask), select(values.detach(), response_mask)
-    next_value = torch.zeros_like(values[:, 0]) if bootstrap_values is None else bootstrap_values.to(values.dtype)
-    next_advantage = torch.zeros_like(next_value)
+    zero = values.new_zeros(values.shape[0])
+    next_value = zero if bootstrap_values is None else bootstrap_values.detach().to(values.dtype)
+    next_advantage = zero
     columns: list[Tensor] = []
     for t in reversed(range(rewards.shape[1])):
         trained = response_mask[:, t]
@@ -81,7 +82,7 @@ def gae(
         next_advantage = torch.where(trained, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(trained, values[:, t], next_value)
         columns.append(next_advantage)
-    advantages = select(torch.stack(columns[::-1], dim=1), response_mask)
+    advantages = select(torch.stack(columns[::-1], dim=1), response_mask) if columns else torch.zeros_like(values)
     return advantages, advantages + values
 
 

@@ -23,13 +23,15 @@ def max_log_gap(dtype: torch.dtype) -> float:
 def safe_exp(x: Tensor, max_x: float | None = None) -> Tensor:
     """exp(x), continued as a straight line above max_x so that value and gradient stay finite and keep their sign.
 
+    The gradient of NaN is NaN, so that the update is skipped: a finite one would be applied, e^max_x in size.
+
     Args:
         x: any shape.
         max_x: where the line begins; None uses `max_log_gap` of the dtype.
     """
     limit = max_log_gap(x.dtype) if max_x is None else max_x
-    bounded = torch.exp(x.clamp(max=limit))
-    return bounded + math.exp(limit) * torch.relu(x - limit)
+    # A product, not a sum: the derivative of clamp and relu at NaN is 0 or 1, and only the other factor makes it NaN.
+    return torch.exp(x.clamp(max=limit)) * (1.0 + torch.relu(x - limit))
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

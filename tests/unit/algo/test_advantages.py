@@ -134,3 +134,13 @@ def test_remax_without_greedy_rewards_is_refused() -> None:
     inputs = AdvantageInputs(rewards=torch.zeros(1, 2), response_mask=torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="remax needs baselines"):
         remax_estimator(inputs)
+
+
+def test_gae_of_no_response_token_is_empty_and_carries_no_gradient() -> None:
+    nothing, mask = torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
+    for result in gae(nothing, nothing, mask, gamma=1.0, lam=1.0):
+        assert result.shape == (2, 0)
+    bootstrap = torch.tensor([0.5], requires_grad=True)
+    one, trained = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1, dtype=torch.bool)
+    for result in gae(one, one, trained, gamma=1.0, lam=1.0, bootstrap_values=bootstrap):
+        assert not result.requires_grad

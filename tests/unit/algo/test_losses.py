@@ -172,3 +172,14 @@ def test_value_gradient_is_zero_where_the_clipped_branch_is_larger() -> None:
     torch.autograd.backward(value_loss(values, torch.tensor([[0.1]]), torch.tensor([[-0.5]]), mask, value_clip=0.2).per_token.sum())
     assert values.grad is not None
     assert float(values.grad) == 0.0
+
+
+@pytest.mark.parametrize("loss", [ppo_loss, gspo_loss, cispo_loss])
+def test_log_ratio_that_is_not_a_number_gives_a_gradient_that_is_none(loss: Callable[..., TokenLoss]) -> None:
+    """A finite gradient would pass for a good step, and the update be made."""
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    old_logprobs = torch.tensor([[math.nan, -1.0]])
+    terms = loss(logprobs, old_logprobs, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(terms.per_token.sum(), logprobs)
+    assert terms.per_token[0, 0].isnan()
+    assert gradient[0, 0].isnan()
