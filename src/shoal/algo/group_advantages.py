@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.algo.advantages import AdvantageInputs, scored_mask
 from shoal.algo.lookup import lookup
-from shoal.algo.masking import SumOverRanks, deviations_from, masked_moments, one_rank, select, whiten
+from shoal.algo.masking import SumOverRanks, deviations_from, masked_moments, one_rank, quotient, select, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def grpo_advantages(
 
 
 def _divided(centred: Tensor, statistics: GroupStatistics, ddof: int | None, group_eps: float) -> Tensor:
-    return centred if ddof is None else centred / (statistics.std(ddof) + group_eps)
+    return centred if ddof is None else quotient(centred, statistics.std(ddof) + group_eps)
 
 
 def rloo_advantages(scores: Tensor, group_index: Tensor, num_groups: int, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
@@ -174,7 +174,7 @@ def gdpo_advantages(
         has_spread |= statistics.sum_sq_dev > 0
     moments = masked_moments(total, scored, sum_over_ranks)
     shifted = deviations_from(moments.mean, total)
-    scaled = shifted if ddof is None else shifted / (moments.variance(ddof).sqrt() + group_eps)
+    scaled = shifted if ddof is None else quotient(shifted, moments.variance(ddof).sqrt() + group_eps)
     # The mean of the batch may be off by rounding: a group without any spread stays exactly 0.
     return select(scaled, scored & has_spread).to(components.dtype)
 

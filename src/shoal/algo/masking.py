@@ -64,6 +64,12 @@ def deviations_from(mean: Tensor, x: Tensor) -> Tensor:
     return torch.where(deviations.abs() <= 1e-12 * mean.abs(), 0.0, deviations)
 
 
+def quotient(x: Tensor, spread: Tensor) -> Tensor:
+    """x / spread, and 0 where there is no spread, even without an epsilon."""
+    is_flat = spread == 0
+    return torch.where(is_flat, 0.0, x / torch.where(is_flat, 1.0, spread))
+
+
 def masked_moments(x: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Moments:
     """Return count, mean and squared deviations of the unmasked elements over all ranks.
 
@@ -94,7 +100,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Moments, *, shift_mean: bool = True
         eps: added to the variance.
     Returns: same shape and dtype, 0 where masked; 0 also where a constant was shifted.
     """
-    scaled = deviations_from(moments.mean, select(x, mask)) * torch.rsqrt(moments.variance(ddof) + eps)
+    scaled = quotient(deviations_from(moments.mean, select(x, mask)), (moments.variance(ddof) + eps).sqrt())
     if not shift_mean:
         scaled = scaled + moments.mean
     return select(scaled, mask).to(x.dtype)

@@ -182,3 +182,14 @@ def test_reinforce_pp_baseline_whitens_tokens_not_sequences() -> None:
     tokens = [0.5, 0.5, 0.5, -0.5]
     scale = (statistics.variance(tokens) + 1e-8) ** 0.5
     assert_close(advantages, [[0.25 / scale] * 3, [-0.75 / scale, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("group_std", ["sample", "population", "none"])
+def test_groups_without_spread_get_zeros_without_an_epsilon_too(group_std: str) -> None:
+    scores, groups = torch.tensor([1.0, 1.0, 0.35, 0.0, 1.0]), torch.tensor([0, 0, 1, 2, 2])
+    advantages = grpo_advantages(scores, groups, 3, group_std=group_std, group_eps=0.0)
+    assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
+    assert float(advantages[3]) == -float(advantages[4]) < 0
+    # The second component takes back what the first gives, so that the batch has no spread.
+    components = torch.stack((scores, scores), dim=1)
+    assert gdpo_advantages(components, (1.0, -1.0), groups, 3, group_std=group_std, group_eps=0.0).tolist() == [0.0] * 5

@@ -64,3 +64,10 @@ def test_equal_elements_have_no_spread_and_whiten_to_exact_zeros(value: float) -
     moments = masked_moments(x, mask)
     assert float(moments.sum_sq_dev) == 0.0
     assert torch.equal(whiten(x, mask, moments), torch.zeros(7, 3, dtype=torch.float64))
+
+
+def test_whiten_needs_no_epsilon_and_hides_no_nan() -> None:
+    x, mask = torch.tensor([[0.25, 0.25], [0.25, torch.nan]], dtype=torch.float64), torch.tensor([[True, True], [True, False]])
+    assert torch.equal(whiten(x, mask, masked_moments(x, mask), eps=0.0), torch.zeros(2, 2, dtype=torch.float64))
+    everything = torch.ones(2, 2, dtype=torch.bool)
+    assert bool(whiten(x, everything, masked_moments(x, everything)).isnan().all())
