@@ -5,4 +5,4 @@ from __future__ import annotations
 import ssl
 
 PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""No certificates: httpx reads those of the system for every client and call otherwise, which takes longer than the pause between two polls."""
+"""No certificates: httpx reads those of the system for every client and call otherwise, which takes longer than a pause between polls."""

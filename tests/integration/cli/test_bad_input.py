@@ -35,14 +35,16 @@ BEFORE_ANY_SERVICE = [
 
 BEFORE_ANY_ENGINE = [
     (["--model", "nofolder"], "model.path 'nofolder' is no folder"),
-    (["--data", "broken.jsonl"], "broken.jsonl:2: not JSON"),
-    (["--data", "empty.jsonl"], "the file has no rows"),
-    (
+    pytest.param(["--data", "broken.jsonl"], "broken.jsonl:2: not JSON", marks=pytest.mark.slow),
+    pytest.param(["--data", "empty.jsonl"], "the file has no rows", marks=pytest.mark.slow),
+    pytest.param(
         ["--data", "long.jsonl", "--set", "data.overlong=error"],
         "long.jsonl:1: the prompt has 800 tokens, more than data.max_prompt_tokens 512",
+        marks=pytest.mark.slow,
     ),
     (["--set", "rollout.max_new_tokens=2048"], "the context of model"),
 ]
+"""The coordinator finds all of these in the same place."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_demo_refuses_model_and_data_before_it_starts_an_engine(folder: Path, ar
     ("arguments", "message"),
     [
         (["--reward", "nope"], "reward-0 ended with code 2: no scorer 'nope'; there is: arithmetic 1"),
-        (["--set", 'reward.modules=["scorer.py"]'], "No module named 'a_module_that_is_missing'"),
+        pytest.param(["--set", 'reward.modules=["scorer.py"]'], "No module named 'a_module_that_is_missing'", marks=pytest.mark.slow),
     ],
 )
 def test_demo_says_why_a_service_refuses_to_start(folder: Path, arguments: list[str], message: str) -> None:
@@ -106,7 +108,7 @@ def test_demo_says_why_a_service_refuses_to_start(folder: Path, arguments: list[
     assert "starting it again" not in output
 
 
-@pytest.mark.parametrize("key", ["rest_port", "grpc_port"])
+@pytest.mark.parametrize("key", [pytest.param("rest_port", marks=pytest.mark.slow), "grpc_port"])
 def test_demo_names_a_port_in_use(folder: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

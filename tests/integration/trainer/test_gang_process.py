@@ -1,6 +1,6 @@
 """Gangs under the real torchrun command with a real Redis server and real gRPC clients.
 
-The tests share three gangs (starting one takes long) and run in order: work first, then three ways to end.
+The tests share two gangs (starting one takes long) and run in order: work first, then ways to end.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class Gangs:
-    """An actor of two ranks, a critic of one, and a critic that only waits."""
+    """An actor of two ranks and a critic of one."""
 
     config: RunConfig
     folder: Path
     actor: GangProcess
     critic: GangProcess
-    idle: GangProcess
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -65,12 +64,10 @@ async def gangs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gangs
         config = run_config(model, redis={"url": server.url}, telemetry={"metrics_port": -1})
         await _put_records(server.url)
         async with AsyncExitStack() as stack:
-            starting = [("actor", 2, folder), ("critic", 1, folder), ("critic", 1, folder / "idle")]
-            (folder / "idle").mkdir()
-            actor, critic, idle = await asyncio.gather(
-                *(stack.enter_async_context(running_gang(config, role, ranks, place)) for role, ranks, place in starting)
+            actor, critic = await asyncio.gather(
+                *(stack.enter_async_context(running_gang(config, role, ranks, folder)) for role, ranks in (("actor", 2), ("critic", 1)))
             )
-            yield Gangs(config=config, folder=folder, actor=actor, critic=critic, idle=idle)
+            yield Gangs(config=config, folder=folder, actor=actor, critic=critic)
 
 
 async def _put_records(url: str) -> None:
@@ -222,9 +219,11 @@ async def test_gang_ends_quickly_on_sigterm(gangs: Gangs) -> None:
     assert "server_stopped" in gangs.critic.log
 
 
-async def test_gang_does_not_outlive_a_killed_torchrun(gangs: Gangs) -> None:
-    ranks = gangs.idle.ranks()
-    assert ranks
-    gangs.idle.process.kill()
-    await gangs.idle.wait_end(10)
-    assert wait_gone(ranks) == []
+@pytest.mark.slow
+async def test_gang_does_not_outlive_a_killed_torchrun(gangs: Gangs, tmp_path: Path) -> None:
+    async with running_gang(gangs.config, "critic", 1, tmp_path) as gang:
+        ranks = gang.ranks()
+        assert ranks
+        gang.process.kill()
+        await gang.wait_end(10)
+        assert wait_gone(ranks) == []
