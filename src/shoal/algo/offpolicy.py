@@ -67,7 +67,7 @@ def kept_sequences(
     test = lookup(REJECTIONS, "rejection", rejection)
     statistic = test(_log_ratio(old_logprobs, rollout_logprobs, response_mask), response_mask)
     if statistic is None:
-        return torch.ones_like(response_mask[:, 0])
+        return torch.ones_like(response_mask.any(dim=1))
     ratio = statistic.exp()
     return ((ratio >= rejection_low) & (ratio <= rejection_high)) | ~response_mask.any(dim=1)
 

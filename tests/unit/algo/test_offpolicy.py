@@ -156,3 +156,9 @@ def test_batch_without_rows_is_fine(mode: str) -> None:
     assert weights_of(nothing, nothing, mask, mode).shape == (0, 3)
     assert kept_of(nothing, nothing, mask, "sequence").shape == (0,)
     assert sums_of(nothing, nothing, mask, mode, "geometric")["rejected_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("mode", REJECTION_MODES)
+def test_rows_without_a_response_token_are_kept(mode: str) -> None:
+    nothing = torch.zeros(3, 0)
+    assert kept_of(nothing, nothing, torch.zeros(3, 0, dtype=torch.bool), mode).tolist() == [True] * 3
