@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from shoal.config.load import build_config, dump_config
 from shoal.types import ServiceKind
 from tests.helpers.plain_http import PLAIN_HTTP
+from tests.helpers.push_matrix_cluster import Zygote
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"0123456789+="]
 POLL_S = 0.02
@@ -76,11 +82,47 @@ def write_state(folder: Path, step: int) -> None:
     write_json_atomically(folder / "run" / STATE_NAME, StateFile(run_id="test", current=state).model_dump(mode="json"))
 
 
+class ForkedProcess:
+    """A child of a zygote, with what tests use of `subprocess.Popen`."""
+
+    _asking = threading.Lock()
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._zygote = zygote
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended."""
+        with self._asking:
+            if self.returncode is None:
+                self.returncode = self._zygote.ended().get(self.pid)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; TimeoutError if there is none in time."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise TimeoutError(f"process {self.pid} has not ended within {timeout} s")
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As the kernel would."""
+        self.send_signal(signal.SIGKILL)
+
+
 @dataclass(slots=True, kw_only=True)
 class CoordinatorProcess:
     """A started coordinator; addresses are known."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     grpc_address: str
     rest_address: str
     log_path: Path
@@ -128,14 +170,18 @@ class CoordinatorProcess:
 
 
 @contextlib.asynccontextmanager
-async def running_coordinator(config_path: Path, *arguments: str) -> AsyncIterator[CoordinatorProcess]:
-    """Start a coordinator and wait until it serves; killed at the end if it has not ended."""
+async def running_coordinator(config_path: Path, *arguments: str, forked: bool = True) -> AsyncIterator[CoordinatorProcess]:
+    """Start a coordinator and wait until it serves; killed at the end if it has not ended.
+
+    Args:
+        forked: as a fork of a process that has imported everything, which saves seconds; else by its command.
+    """
     folder = config_path.parent
     ready_file, log_path = folder / "coordinator.json", folder / "coordinator.log"
-    command = [sys.executable, "-m", "shoal_coordinator", "--config", str(config_path), "--ready-file", str(ready_file), *arguments]
+    argv = ["--config", str(config_path), "--ready-file", str(ready_file), *arguments]
     # That of an earlier one.
     ready_file.unlink(missing_ok=True)
-    process = _start(command, log_path)
+    process = _fork(argv, log_path) if forked else _start(argv, log_path)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready_file.exists():
@@ -151,10 +197,27 @@ async def running_coordinator(config_path: Path, *arguments: str) -> AsyncIterat
         process.wait()
 
 
-def _start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+def _start(argv: list[str], log_path: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_without_torch(log_path.parent / "blocked"))}
+    command = [sys.executable, "-m", "shoal_coordinator", *argv]
     with log_path.open("ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def _fork(argv: list[str], log_path: Path) -> ForkedProcess:
+    zygote = _zygote()
+    return ForkedProcess(zygote, zygote.start("coordinator", log_path, argv=argv))
+
+
+@functools.cache
+def _zygote() -> Zygote:
+    """One for all tests; it ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="shoal-coordinators-"))
+    atexit.register(shutil.rmtree, folder)
+    roles = {"coordinator": "shoal_coordinator.__main__", "tokenizers": "transformers.tokenization_utils_tokenizers"}
+    zygote = Zygote(folder, roles, {"PYTHONPATH": str(_without_torch(folder / "blocked"))})
+    atexit.register(zygote.close)
+    return zygote
 
 
 def _without_torch(folder: Path) -> Path:

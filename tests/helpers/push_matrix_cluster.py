@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,16 @@ POLL_S = 0.03
 class Zygote:
     """The process that forks the others."""
 
-    def __init__(self, folder: Path) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    def __init__(self, folder: Path, roles: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """roles: other ones than those of the matrix, as modules. environment: variables to add."""
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {})
         self._log = (folder / "zygote.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.push_matrix_zygote"],
+            [sys.executable, "-m", "tests.helpers.push_matrix_zygote", *(f"{role}={module}" for role, module in (roles or {}).items())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env=os.environ | variables,
         )
         self._receive()
 

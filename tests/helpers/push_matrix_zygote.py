@@ -1,7 +1,7 @@
-"""Starts the processes of the failure matrix by forking: one process imports torch, gRPC and Shoal, its children cost no import.
+"""Starts processes by forking, by default those of the failure matrix: one process imports torch, gRPC and Shoal, its children need not.
 
-No gRPC object and no thread exists in it. It is driven over its standard input and output, a JSON object per line; when its input ends, it
-kills what still runs and ends.
+Other roles are arguments, ROLE=MODULE; the module has a `main`. No gRPC object and no thread exists in it. It is driven over its standard
+input and output, a JSON object per line; when its input ends, it kills what still runs and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ROLES = {
 
 def main() -> None:
     """Serve until the input ends."""
-    roles = {role: importlib.import_module(module) for role, module in ROLES.items()}
+    wanted = dict(argument.split("=", 1) for argument in sys.argv[1:]) or ROLES
+    roles = {role: importlib.import_module(module) for role, module in wanted.items()}
     gc.collect()
     gc.freeze()
     children: dict[int, int | None] = {}

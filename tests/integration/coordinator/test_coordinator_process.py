@@ -38,7 +38,10 @@ def make_cluster(address: str) -> FakeCluster:
 
 async def test_coordinator_trains_three_steps_through_real_wires(tmp_path: Path, redis_url: str) -> None:
     config = write_config(tmp_path, redis_url)
-    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+    async with (
+        running_coordinator(config, "--exit-when-done", forked=False) as coordinator,
+        make_cluster(coordinator.grpc_address) as cluster,
+    ):
         assert await coordinator.wait() == 0
     assert cluster.rollout.commits == cluster.actor.pushes == [1, 2, 3]
     assert cluster.rollout.generated_at == [0] * 5 + [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5
