@@ -73,7 +73,7 @@ def ppo_loss(
     is_bounded = torch.zeros_like(response_mask)
     if dual_clip is not None:
         bound = -advantages * dual_clip
-        is_bounded = (advantages < 0) & (loss > bound)
+        is_bounded = (advantages < 0) & (loss > bound + _rounding(bound))
         loss = torch.where(is_bounded, bound, loss)
     return _policy_terms(loss, log_ratio, ratio, response_mask, clip_fraction=is_clipped, clip_fraction_lower=is_bounded)
 
@@ -175,11 +175,16 @@ def value_loss(
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The larger of -advantage * ratio and the same with the bounded ratio, and where that is the bounded one."""
+    """The larger of -advantage * ratio and the same with the bounded ratio, and where that is the bounded one (not on the border)."""
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    is_clipped = clipped > plain
+    is_clipped = clipped - _rounding(clipped) > plain
     return torch.where(is_clipped, clipped, plain), is_clipped
+
+
+def _rounding(x: Tensor) -> Tensor:
+    """What the exponential of a rounded log-ratio may be off by: without it, chance would decide whether a ratio on a bound is clipped."""
+    return 4 * torch.finfo(x.dtype).eps * x.detach().abs()
 
 
 def _policy_terms(loss: Tensor, log_ratio: Tensor, ratio: Tensor, response_mask: Tensor, **counted: Tensor) -> TokenLoss:

@@ -183,3 +183,23 @@ def test_log_ratio_that_is_not_a_number_gives_a_gradient_that_is_none(loss: Call
     (gradient,) = torch.autograd.grad(terms.per_token.sum(), logprobs)
     assert terms.per_token[0, 0].isnan()
     assert gradient[0, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "settings"),
+    [
+        (3.0, -1.0, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        (10.0, -0.7, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 10.0}),
+        (0.35, -1.0, {"clip_low": 0.65, "clip_high": 0.2}),
+        (3.6, 1.3, {"clip_low": 0.2, "clip_high": 2.6}),
+    ],
+)
+def test_ratio_on_a_bound_is_not_clipped(ratio: float, advantage: float, settings: dict[str, float], dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([[ratio]], dtype=dtype).log().requires_grad_()
+    for variable in (logprobs, torch.nextafter(logprobs.detach(), torch.full_like(logprobs, torch.inf)).requires_grad_()):
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        terms = ppo_loss(variable, torch.zeros_like(variable), torch.full_like(variable, advantage), mask, **settings)
+        (gradient,) = torch.autograd.grad(terms.per_token.sum(), variable)
+        assert float(gradient) == pytest.approx(-advantage * ratio, rel=1e-6)
+        assert float(terms.sums["clip_fraction"]) == float(terms.sums["clip_fraction_lower"]) == 0
