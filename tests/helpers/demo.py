@@ -85,6 +85,8 @@ def tiny_demo(folder: Path, *arguments: str) -> Iterator[Demo]:
     write_random_model("nano", folder / "model")
     write_sums(folder / "rows.jsonl", 256)
     own = ["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--reward", "arithmetic"]
+    # A random model is never right; without any gradient an update would be skipped.
+    own += ["--set", "algorithm.entropy_coef=0.01"]
     with started_demo(folder, *own, *arguments) as demo:
         yield demo
 
