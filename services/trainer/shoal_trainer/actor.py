@@ -242,5 +242,5 @@ class Actor:
         return {"ratio_first_deviation": deviation.item()} | ratio_quantiles("ratio", log_ratios, self._context)
 
     def _warn_without_spread(self, step: int, metrics: dict[str, float]) -> None:
-        if metrics.get("frac_zero_std") == 1.0 and self._context.rank == 0:
+        if "groups" in self._algorithm.needs and metrics.get("frac_zero_std") == 1.0 and self._context.rank == 0:
             log.warning("no_reward_spread", step=step, estimator=str(self._algorithm.estimator), kl_in=self._algorithm.kl_in)

@@ -100,7 +100,7 @@ class MicroBatch:
         for row, (value, length) in enumerate(zip(values, self._lengths(), strict=True)):
             if len(value) != length:
                 raise ValueError(f"{len(value)} values for the {length} response tokens of {self.keys[row]!r}")
-            padded[row, :length] = torch.from_numpy(value)
+            padded[row, :length] = torch.tensor(value)
         return padded.to(self.valid.device)
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shoal.algo.gradients import clip_coefficient, global_grad_norm
 from shoal.algo.schedule import learning_rate
 from shoal.config.gang import GangSection
+from shoal.telemetry.logs import get_logger
 from shoal_trainer.distributed import RankContext
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,8 @@ class Optimizer:
     def __init__(self, parameters: Iterable[Tensor], gang: GangSection, context: RankContext, *, planned_updates: int) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._planned_updates = planned_updates
+        if gang.warmup_steps >= planned_updates and context.rank == 0:
+            log.warning("warmup_is_whole_run", warmup_steps=gang.warmup_steps, planned_updates=planned_updates)
         self._gang = gang
         self._context = context
         # Fused is the fastest of the implementations on a CPU too.

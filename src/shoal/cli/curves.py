@@ -51,11 +51,17 @@ def draw_curves(steps: list[Step], report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def accuracy_name(report: dict[str, Any]) -> str:
+    """What the accuracy of a run's report is of: greedy answers, or sampled ones."""
+    temperature = report.get("config", {}).get("evaluation", {}).get("temperature", 0)
+    return f"held-out accuracy at temperature {temperature:g}" if temperature else "greedy held-out accuracy"
+
+
 def _title(report: dict[str, Any]) -> str:
     before, after = report.get("accuracy_before"), report.get("accuracy_after")
     if before is None or after is None:
         return str(report.get("run_id", ""))
-    return f"{report.get('run_id', '')}: greedy held-out accuracy {before:.1%} before, {after:.1%} after"
+    return f"{report.get('run_id', '')}: {accuracy_name(report)} {before:.1%} before, {after:.1%} after"
 
 
 def _series(steps: list[Step], key: str) -> tuple[list[float], list[float]]:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 import shoal
-from shoal.cli.curves import draw_curves, read_steps
+from shoal.cli.curves import accuracy_name, draw_curves, read_steps
 from shoal.cli.local_run import interruptible, run_locally
 from shoal.cli.presets import prepare_preset
 from shoal.cli.progress import open_view
@@ -85,8 +85,12 @@ def _load(options: DemoOptions, name: str, overrides: list[str]) -> RunConfig:
 
 
 def _own_overrides(options: DemoOptions) -> list[str]:
-    if not (options.model and options.data and options.reward):
-        raise ConfigError("--model, --data and --reward belong together: give all three, or none for a preset")
+    by_source = any(override.startswith("reward.sources") for override in options.overrides)
+    if not (options.model and options.data and (options.reward or by_source)):
+        raise ConfigError(
+            "--model, --data and --reward belong together: give all three (--set reward.sources may stand in for --reward), or none for a "
+            "preset"
+        )
     for option, path in (("--data", options.data), ("--held-out", options.held_out)):
         if path and not Path(path).exists():
             raise DataError(f"{option} {path} does not exist; give a JSONL or Parquet file, or the folder of a data set")
@@ -135,7 +139,7 @@ def summary_lines(report: dict[str, Any], folder: Path) -> list[str]:
     lines = []
     before, after = report.get("accuracy_before"), report.get("accuracy_after")
     if before is not None and after is not None:
-        lines.append(f"greedy held-out accuracy: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
+        lines.append(f"{accuracy_name(report)}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
     lines.append(f"{report['steps']} steps in {report['wall_s']:.1f} s")
     files = ("report.json", "curves.png", "metrics.jsonl", "export")
     lines.extend(f"  {folder / name}" for name in files if (folder / name).exists())

@@ -16,6 +16,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
         yield from _choice(config.algorithm, field, registry)
     yield from _groups(config)
     yield from _kl(config.algorithm)
+    yield from _kl_horizon(config)
     yield from _off_policy(config.algorithm)
     yield from _components(config)
     yield from _shaping(config)
@@ -84,6 +85,15 @@ def _kl(algorithm: AlgorithmSection) -> Iterator[str]:
         )
 
 
+def _kl_horizon(config: RunConfig) -> Iterator[str]:
+    horizon, num_samples = config.algorithm.kl_horizon, config.rollout.prompts_per_step * config.rollout.group_size
+    if config.algorithm.kl_controller == "adaptive" and 5 * horizon <= num_samples:
+        yield (
+            f"algorithm.kl_horizon is {horizon}, at most a fifth of the {num_samples} samples of a step: a single step could make the "
+            "coefficient 0 or negative; raise it"
+        )
+
+
 def _off_policy(algorithm: AlgorithmSection) -> Iterator[str]:
     if algorithm.old_logprobs == "rollout":
         for field in ("importance_weights", "rejection"):
@@ -112,9 +122,6 @@ def _components(config: RunConfig) -> Iterator[str]:
     weights = config.reward.weights
     if weights and not any(weights.values()):
         yield f"reward.weights are all 0 ({', '.join(weights)}), so every reward would be 0; give at least one component a weight"
-    wrong = [name for name, weight in weights.items() if not abs(weight) < float("inf")]
-    if wrong:
-        yield f"reward.weights.{wrong[0]} is {weights[wrong[0]]}; give a finite number"
     if config.algorithm.estimator != "gdpo":
         return
     if not weights:
@@ -138,6 +145,11 @@ def _shaping(config: RunConfig) -> Iterator[str]:
 
 
 def _nothing_to_train(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.mask_truncated and config.algorithm.bootstrap_truncated:
+        yield (
+            "algorithm.bootstrap_truncated continues responses that were cut, and algorithm.mask_truncated leaves these out of the loss; "
+            "set one of them to false"
+        )
     if config.algorithm.mask_truncated and config.rollout.ignore_eos:
         yield (
             "algorithm.mask_truncated leaves out responses that were cut, and rollout.ignore_eos lets all of them run until they are: "

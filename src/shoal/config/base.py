@@ -6,9 +6,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown fields are refused, values cannot be changed, docstrings of fields are their help."""
+    """A part of the configuration: docstrings of fields are their help.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    Unknown fields, infinities and NaN are refused, values cannot be changed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def _false_is_none(value: object) -> object:

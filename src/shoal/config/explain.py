@@ -114,7 +114,7 @@ def _purpose(location: tuple[str, ...]) -> str:
         if field is None:
             break
         model, description = _section_in(field.annotation), field.description
-    return "" if not description else f" ({description.rstrip('.')})"
+    return "" if not description else f" ({' '.join(description.split()).rstrip('.')})"
 
 
 def _shown(value: object) -> str:

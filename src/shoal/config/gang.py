@@ -57,7 +57,7 @@ class GangSection(Section):
     offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory; for a GPU."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention kernel: auto is the fused one; eager for models that need it, such as Gemma 2."""
+    """Attention kernel: auto is the fused one; eager for models whose attention no fused kernel computes."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Put sequences behind one another without padding; auto: on a GPU, where the kernel takes borders. Off pads rows of similar
     length."""

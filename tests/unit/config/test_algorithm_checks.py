@@ -63,9 +63,18 @@ def test_group_estimator_with_groups_of_one_is_refused(estimator: str) -> None:
         ({"algorithm": {"rejection": "sequence", "rejection_low": 3}}, r"rejection_low is 3, not below algorithm\.rejection_high 2"),
         ({"algorithm": {"rejection": "sequence", "rejection_high": 0.9}}, r"a ratio of 1, .* would be dropped"),
         ({"reward": {"weights": {"a": 0.0, "b": 0}}}, r"reward\.weights are all 0 \(a, b\)"),
-        ({"reward": {"weights": {"a": float("nan")}}}, r"reward\.weights\.a is nan; give a finite number"),
+        ({"reward": {"weights": {"a": float("nan")}}}, r"reward\.weights\.a is nan, but should be a finite number"),
         ({"reward": {"clip": [1.0, 1.0]}}, r"reward\.clip is \[1\.0, 1\.0\]; the lower bound must be below"),
-        ({"reward": {"clip": [0.0, float("nan")]}}, r"reward\.clip is \[0\.0, nan\]"),
+        ({"reward": {"clip": [0.0, float("nan")]}}, r"reward\.clip\.1 is nan, but should be a finite number"),
+        (
+            {"algorithm": {"mask_truncated": True, "bootstrap_truncated": True}},
+            r"bootstrap_truncated continues responses that were cut, and algorithm\.mask_truncated leaves these out",
+        ),
+        (
+            {"algorithm": {"kl_controller": "adaptive", "kl_target": 6.0, "kl_horizon": 50}},
+            r"kl_horizon is 50, at most a fifth of the \d+ samples of a step: .* negative",
+        ),
+        ({"actor": {"lr": float("inf")}}, r"actor\.lr is inf"),
         (
             {"algorithm": {"mask_truncated": True}, "rollout": {"ignore_eos": True}},
             r"mask_truncated leaves out .* nothing would be trained",
@@ -97,7 +106,7 @@ def test_check_refuses_with_the_reason(sections: dict[str, dict[str, Any]], mess
         # Only the cap of truncating weights counts.
         {"algorithm": {"importance_weights": "token_truncate", "importance_high": 0.5}},
         {"algorithm": {"rejection": "geometric", "rejection_low": 0.99, "rejection_high": 1.01, "importance_weights": "token_truncate"}},
-        {"reward": {"clip": [float("-inf"), 5.0], "overlong_buffer_tokens": 8, "overlong_penalty": 0.5}},
+        {"reward": {"clip": [-5.0, 5.0], "overlong_buffer_tokens": 8, "overlong_penalty": 0.5}},
         {"reward": {"weights": {"a": 1.0, "b": -0.5, "c": 0}}},
         GDPO,
         GDPO | {"algorithm": {"estimator": "gdpo", "kl_in": "loss", "group_std": "population"}},

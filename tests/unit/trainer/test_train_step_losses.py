@@ -239,3 +239,14 @@ def naive_returns(values: Sequence[float], bootstrap: float) -> list[float]:
         advantage = reward + 0.9 * following[t] - values[t] + 0.9 * 0.8 * advantage
         returns.append(advantage + values[t])
     return returns[::-1]
+
+
+def test_critic_clips_values_against_those_of_its_forward(policy_folder: Path, context: RankContext) -> None:
+    records = [make_record(i, reward=float(i)) for i in range(3)]
+    fractions = []
+    for value_clip in (1e-4, 1e4):
+        step = Step(policy_folder, context, records, algorithm={"epochs": 3, "value_clip": value_clip}, critic={"lr": 0.05})
+        fractions.append(step.run()[1]["value_clip_fraction"])
+    # The first of the three passes moves no value yet.
+    assert 0.0 < fractions[0] <= 2 / 3
+    assert fractions[1] == 0.0

@@ -102,13 +102,13 @@ def test_train_step_gives_components_in_the_order_of_their_weights(policy_folder
     failed = replace(component("style", 9.0), status=ScoreStatus.NOT_SCORED)
     parts = [(component("style", 0.25), component("correct", 1.0)), (component("correct", 0.0), component("other", 5.0)), (failed,)]
     records = [make_record(i, reward=float(i), reward_components=part) for i, part in enumerate(parts)]
-    reward = {"weights": {"correct": 1.0, "style": 0.5}}
+    reward = {"weights": {"style": 0.5, "correct": 1.0}}
     step = Step(policy_folder, context, records, algorithm={"estimator": "gdpo", "kl_in": "none"}, reward=reward)
     step.run()
     nan = float("nan")
-    assert step.inputs.component_weights == (1.0, 0.5)
+    assert step.inputs.component_weights == (0.5, 1.0)
     assert step.inputs.components is not None
-    assert step.inputs.components.flatten().tolist() == pytest.approx([1.0, 0.25, 0.0, nan, nan, nan], nan_ok=True)
+    assert step.inputs.components.flatten().tolist() == pytest.approx([0.25, 1.0, nan, 0.0, nan, nan], nan_ok=True)
 
 
 def test_train_step_masks_truncated_responses_out_of_the_loss_but_not_of_baselines(policy_folder: Path, context: RankContext) -> None:
