@@ -137,11 +137,16 @@ async def test_process_refuses_to_start_without_its_scorer(
     assert leases.services() == ()
 
 
-async def test_process_refuses_to_start_without_the_scorer_of_a_source(registry: tuple[Registry, str], config_file: Path) -> None:
+def score_by_source(config_file: Path, sources: dict[str, str]) -> None:
+    """Rewrite the configuration."""
     config = yaml.safe_load(config_file.read_text())
     del config["reward"]["scorer"]
-    config["reward"]["sources"] = {"sums": "mine", "poems": "poet"}
+    config["reward"]["sources"] = sources
     config_file.write_text(yaml.safe_dump(config))
+
+
+async def test_process_refuses_to_start_without_the_scorer_of_a_source(registry: tuple[Registry, str], config_file: Path) -> None:
+    score_by_source(config_file, {"sums": "mine", "poems": "poet"})
     async with reward_process(config_file, registry[1]) as process:
         output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
     assert process.returncode == 2
