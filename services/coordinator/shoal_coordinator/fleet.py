@@ -157,9 +157,9 @@ class Fleet:
         """
         if not (missing := self.missing(counts)):
             return
-        text = ", ".join(f"{wanted - ready} of {wanted} {kind}" for kind, (ready, wanted) in missing.items())
+        text = ", ".join(f"{kind} ({ready} of {wanted})" for kind, (ready, wanted) in missing.items())
         absent = [info.service_id for info in self._registry.services() if not self.is_ready(info)]
-        with self._waits.waiting("coordinator", absent or [str(kind) for kind in missing], f"services to be ready: {text}"):
+        with self._waits.waiting("coordinator", absent or [str(kind) for kind in missing], f"services to be ready, so far: {text}"):
             await self._registry.wait_for(counts, self._config.coordinator.ready_timeout_s, self._is_ready_or_hopeless)
 
     async def wait_for_lost_gang(self) -> None:

@@ -17,7 +17,7 @@ from shoal.cli.curves import accuracy_name, draw_curves, read_steps
 from shoal.cli.local_run import interruptible, run_locally
 from shoal.cli.presets import prepare_preset
 from shoal.cli.progress import open_view
-from shoal.config.load import load_config
+from shoal.config.load import load_preset
 from shoal.config.models import RunConfig
 from shoal.errors import ConfigError, DataError
 from shoal.queue.connection import check_reachable
@@ -81,7 +81,7 @@ def _load(options: DemoOptions, name: str, overrides: list[str]) -> RunConfig:
         chosen.append(f"redis.url={options.redis_url}")
     if options.reward is not None:
         chosen.append(f"reward.scorer={options.reward}")
-    return load_config(configs_folder() / f"{name}.yaml", [*chosen, *options.overrides])
+    return load_preset(configs_folder() / f"{name}.yaml", [*chosen, *options.overrides])
 
 
 def _own_overrides(options: DemoOptions) -> list[str]:

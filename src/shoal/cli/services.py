@@ -14,7 +14,7 @@ from shoal.config.models import RunConfig
 def coordinator_spec(config_path: Path, ready_file: Path, logs: Path) -> ServiceSpec:
     """The coordinator; started first, since the others register with it."""
     argv = [sys.executable, "-m", "shoal_coordinator", "--config", str(config_path), "--ready-file", str(ready_file)]
-    return ServiceSpec(name="coordinator", argv=argv, env=_common_env(), log_path=str(logs / "coordinator.log"), stop_order=2)
+    return ServiceSpec(name="coordinator", argv=argv, env=_common_env(), log_path=str(logs / "coordinator.log"), stop_order=0)
 
 
 def worker_specs(config: RunConfig, config_path: Path, coordinator: str, logs: Path) -> list[ServiceSpec]:

@@ -156,11 +156,15 @@ def _gangs(config: RunConfig) -> Iterator[tuple[str, GangSection]]:
         yield "critic", config.critic
 
 
+def _idle(config: RunConfig) -> Iterator[str]:
+    return (idle.problem for idle in settings_without_effect(config))
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _sizes,
     algorithm_problems,
-    settings_without_effect,
+    _idle,
     _gang_settings,
     _servers,
     _evaluation,

@@ -22,6 +22,14 @@ CHOICES: Mapping[str, Mapping[str, Registered]] = {
 """Fields of the algorithm section that choose a function."""
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A setting without effect: section.field, or a whole section; and the line that says why."""
+
+    setting: str
+    problem: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
     """Settings with one condition.
@@ -36,15 +44,16 @@ class Effect:
     fix: str
     neutral: float | None = None
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
-        """One line for each setting that is written out and has no effect."""
+    def problems(self, config: RunConfig) -> Iterator[Idle]:
+        """Each setting that is written out and has no effect."""
         if self.when(config):
             return
         for setting in self.settings:
             section, _, field = setting.partition(".")
             if is_written(getattr(config, section), field, self.neutral):
                 value, because = _shown(getattr(getattr(config, section), field)), self.because.format(config)
-                yield f"{setting} is {value} but {because}, so it would have no effect; {self.fix}, or leave {field} out"
+                problem = f"{setting} is {value} but {because}, so it would have no effect; {self.fix}, or leave {field} out"
+                yield Idle(setting, problem)
 
 
 def is_written(section: Section, field: str, neutral: object = None) -> bool:
@@ -201,8 +210,8 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def settings_without_effect(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting that is written out and has no effect."""
+def settings_without_effect(config: RunConfig) -> Iterator[Idle]:
+    """Yield each setting that is written out and has no effect."""
     for effect in EFFECTS:
         yield from effect.problems(config)
     for field, registry in CHOICES.items():
@@ -241,7 +250,7 @@ def _unused(choice: Choice, registry: Mapping[str, Registered]) -> dict[str, lis
     return {} if own is None else users
 
 
-def _unused_settings(config: RunConfig, field: str, registry: Mapping[str, Registered]) -> Iterator[str]:
+def _unused_settings(config: RunConfig, field: str, registry: Mapping[str, Registered]) -> Iterator[Idle]:
     algorithm = config.algorithm
     choice: Choice = getattr(algorithm, field)
     unused, instead = _unused(choice, registry), unused_values(config)
@@ -250,18 +259,20 @@ def _unused_settings(config: RunConfig, field: str, registry: Mapping[str, Regis
             continue
         neutral = instead.get(setting, type(algorithm).model_fields[setting].default)
         because = "always normalises over the batch" if setting == "whiten_advantages" and instead[setting] else "does not use it"
-        yield (
+        problem = (
             f"algorithm.{setting} is {_shown(getattr(algorithm, setting))} but algorithm.{field} {choice} {because}, so it would have no "
             f"effect; leave it out, or at {_shown(neutral)}, or set {field} to one that uses it: {', '.join(unused[setting])}"
         )
+        yield Idle(f"algorithm.{setting}", problem)
 
 
-def _critic(config: RunConfig) -> Iterator[str]:
+def _critic(config: RunConfig) -> Iterator[Idle]:
     written = [field for field in type(config.critic).model_fields if is_written(config.critic, field)]
     if written and not config.algorithm.has_critic:
         names = ", ".join(f"critic.{field}" for field in written)
         because = _NO_CRITIC.format(config)
-        yield f"{names}: {because}, so they would have no effect; leave the section critic out (--set critic=null), or set estimator to gae"
+        fix = "leave the section critic out (--set critic=null), or set estimator to gae"
+        yield Idle("critic", f"{names}: {because}, so they would have no effect; {fix}")
 
 
 def _shown(value: object) -> str:

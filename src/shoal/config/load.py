@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from shoal.config.checks import check_config, resolve_config
+from shoal.config.effects import settings_without_effect
 from shoal.config.explain import explain, kind_of, required_keys
 from shoal.config.masking import mask_url
 from shoal.config.models import RunConfig
@@ -34,10 +35,51 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         overrides: "section.field=value", in order; the value is parsed as YAML.
     Raises: ConfigError: the file or an override cannot be used; all problems are listed, one a line.
     """
+    return build_config(_read_tree(path, overrides), source=_source(path, overrides))
+
+
+def load_preset(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_config`, but what the file sets gives way where the overrides leave it without effect: a preset is a suggestion.
+
+    Raises: ConfigError: as load_config.
+    """
+    tree = _read_tree(path, overrides)
+    chosen = [override.partition("=")[0].strip() for override in overrides]
+    for setting in _idle_settings(tree):
+        section, _, field = setting.partition(".")
+        if any(name == setting or name.startswith(f"{setting}.") for name in chosen) or not isinstance(tree.get(section), dict):
+            continue
+        if field:
+            tree[section].pop(field, None)
+        else:
+            del tree[section]
+    return build_config(tree, source=_source(path, overrides))
+
+
+def _read_tree(path: str | os.PathLike[str], overrides: Sequence[str]) -> _Tree:
     tree = _read_yaml(Path(path))
     for override in overrides:
         _apply_override(tree, override)
-    return build_config(tree, source=str(path))
+    return tree
+
+
+def _source(path: str | os.PathLike[str], overrides: Sequence[str]) -> str:
+    """What messages name: what is wrong may stand in either."""
+    return f"{path} with --set" if overrides else str(path)
+
+
+def _idle_settings(tree: _Tree) -> list[str]:
+    """Settings without effect; none where the tree is no configuration, which is said later."""
+    try:
+        config = RunConfig.model_validate(_sections(tree))
+    except ValidationError:
+        return []
+    return [idle.setting for idle in settings_without_effect(config)]
+
+
+def _sections(tree: Mapping[str, object]) -> _Tree:
+    """A section with all of its lines commented out is the same as none."""
+    return {name: {} if section is None and name in RunConfig.model_fields else section for name, section in tree.items()}
 
 
 def build_config(tree: Mapping[str, object], *, source: str = "configuration") -> RunConfig:
@@ -45,10 +87,8 @@ def build_config(tree: Mapping[str, object], *, source: str = "configuration") -
 
     Raises: ConfigError: as load_config; the message starts with `source`.
     """
-    # A section with all of its lines commented out is the same as none.
-    sections = {name: {} if section is None and name in RunConfig.model_fields else section for name, section in tree.items()}
     try:
-        config = RunConfig.model_validate(sections)
+        config = RunConfig.model_validate(_sections(tree))
         check_config(config)
     except ValidationError as error:
         lines = explain(error)

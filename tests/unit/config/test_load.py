@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shoal.config.checks import resolve_config
-from shoal.config.load import build_config, dump_config, load_config
+from shoal.config.load import build_config, dump_config, load_config, load_preset
 from shoal.config.masking import mask_url
 from shoal.config.models import RedisSection, RunConfig
 from shoal.errors import ConfigError
@@ -249,3 +249,30 @@ def test_repr_of_a_config_masks_the_password(base: Path) -> None:
 def test_mask_url_hides_only_secrets(text: str, masked: str) -> None:
     assert mask_url(text) == masked
     assert public_mask_url is mask_url
+
+
+CHOSEN = {
+    "grpo": ("estimator=grpo", "loss_aggregation=seq_mean_token_mean", "kl_in=loss"),
+    "dr_grpo": ("estimator=dr_grpo", "loss_aggregation=seq_mean_token_sum_norm"),
+    "dapo": ("estimator=grpo", "clip_high=0.28", "mask_truncated=true", "kl_in=none"),
+    "gspo": ("estimator=grpo", "policy_loss=gspo", "clip_low=3.0e-4", "clip_high=4.0e-4", "loss_aggregation=seq_mean_token_mean"),
+    "cispo": ("estimator=grpo", "policy_loss=cispo", "clip_low=1.0"),
+    "rloo": ("estimator=rloo",),
+    "reinforce_pp": ("estimator=reinforce_pp",),
+    "reinforce_pp_baseline": ("estimator=reinforce_pp_baseline",),
+    "remax": ("estimator=remax",),
+}
+"""The rows of docs/algorithms.md."""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_preset_gives_way_to_a_chosen_algorithm(name: str) -> None:
+    preset = Path(__file__).parents[3] / "configs" / "arithmetic.yaml"
+    overrides = [f"algorithm.{setting}" for setting in CHOSEN[name]]
+    config = load_preset(preset, overrides)
+    assert config.algorithm.estimator == CHOSEN[name][0].partition("=")[2]
+    assert not config.algorithm.has_critic
+    with pytest.raises(ConfigError, match="critic"):
+        load_config(preset, overrides)
+    with pytest.raises(ConfigError, match=r"algorithm\.lam is 0\.5"):
+        load_preset(preset, [*overrides, "algorithm.lam=0.5"])

@@ -184,7 +184,7 @@ async def test_run_says_for_whom_it_waits(tmp_path: Path) -> None:
         run.join("actor")
         await run.until_true(lambda: run.coordinator.backend.status().waiting_for)
         (wait,) = run.coordinator.backend.status().waiting_for
-        assert wait.what == "services to be ready: 1 of 1 reward, 1 of 1 rollout, 1 of 1 critic"
+        assert wait.what == "services to be ready, so far: reward (0 of 1), rollout (0 of 1), critic (0 of 1)"
         gate = run.connector.critic.gates["update 1"] = asyncio.Event()
         run.join_all()
         await run.until_true(lambda: run.workload.queue.groups and run.connector.sinks["rollout-0:1"].served_version == 1)
