@@ -75,28 +75,6 @@ def pad_rows(sequences: Sequence[NDArray[np.int32]]) -> ModelInputs:
     return ModelInputs(input_ids=torch.from_numpy(ids), starts=torch.arange(len(sequences)) * width, max_length=width)
 
 
-def pad_rows_left(sequences: Sequence[NDArray[np.int32]]) -> ModelInputs:
-    """One row per sequence, padded on the left with id 0 behind a mask.
-
-    Args:
-        sequences: ids of each; may be empty.
-    """
-    width = max([1, *(len(sequence) for sequence in sequences)])
-    lengths = np.array([len(sequence) for sequence in sequences] or [1], np.int64)
-    pads = width - lengths
-    columns = np.arange(width)[None, :]
-    ids = np.zeros((len(lengths), width), np.int64)
-    for row, sequence in enumerate(sequences):
-        ids[row, pads[row] :] = sequence
-    return ModelInputs(
-        input_ids=torch.from_numpy(ids),
-        starts=torch.from_numpy(np.arange(len(sequences)) * width + pads[: len(sequences)]),
-        position_ids=torch.from_numpy(np.maximum(columns - pads[:, None], 0)),
-        attention_mask=torch.from_numpy(columns >= pads[:, None]),
-        max_length=width,
-    )
-
-
 def pack_rows(sequences: Sequence[NDArray[np.int32]]) -> ModelInputs:
     """All sequences behind one another in one row, without padding.
 

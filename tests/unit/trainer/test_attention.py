@@ -15,7 +15,7 @@ import torch
 from shoal_trainer.attention import attention_implementation, may_pack
 from shoal_trainer.batching import build_micro_batch
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.inputs import Layout, pack_rows, pad_rows, pad_rows_left
+from shoal_trainer.inputs import Layout, pack_rows, pad_rows
 from shoal_trainer.models import PolicyModel, layout_for, load_policy, load_value_model
 from shoal_trainer.packing import choose_packing, kernel_fault, model_fault
 from torch import Tensor
@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shoal.config.gang import GangSection
 from shoal.errors import ConfigError
 from shoal.types import ExperienceRecord
+from tests.helpers.left_padding import pad_rows_left
 from tests.helpers.tiny_models import Architecture, random_model, save_tiny_model
 from tests.helpers.trainer_bench import VOCAB_SIZE, make_record, ref_of, run_config, save_policy, whole_gradients
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from shoal_trainer.inputs import Layout, pack_rows, pad_rows, pad_rows_left
+from shoal_trainer.inputs import Layout, pack_rows, pad_rows
+
+from tests.helpers.left_padding import pad_rows_left
 
 LAYOUTS = (pad_rows, pad_rows_left, pack_rows)
 

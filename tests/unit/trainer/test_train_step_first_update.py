@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from shoal_trainer.distributed import RankContext
-from shoal_trainer.inputs import Layout, pack_rows, pad_rows, pad_rows_left
+from shoal_trainer.inputs import Layout, pack_rows, pad_rows
 
+from tests.helpers.left_padding import pad_rows_left
 from tests.helpers.trainer_bench import Split, ragged_records, save_policy
 from tests.helpers.trainer_step import Step
 
