@@ -15,15 +15,19 @@ A scorer returns
 
 An exception, NaN or infinity makes that sample an error; the others keep their scores. A scorer may be an `async def`; with
 `batch=True` it takes lists (prompts, responses, rows) and returns a list with one of the above per sample. Plain functions
-run in threads, several calls at a time, so they must not share mutable state without a lock; async ones must not block.
+run in a pool of processes, which are killed when a sample takes too long or too much memory; async ones run in the server's event
+loop and must not block.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from shoal.errors import ConfigError, NotFoundError
@@ -39,9 +43,26 @@ _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,31}")
 
 
+class Isolation(StrEnum):
+    """Where a scorer runs.
+
+    PROCESS: in one of a pool of killable processes. THREAD: in a thread of the server, which nothing can kill: for a model that is to be
+    in memory once. LOOP: in the server's event loop: for coroutine functions, which wait for others.
+    """
+
+    PROCESS = "process"
+    THREAD = "thread"
+    LOOP = "loop"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """A registered function. is_batch: it takes lists; is_async: calling it gives an awaitable."""
+    """A registered function.
+
+    is_batch: it takes lists. is_async: calling it gives an awaitable.
+    prepare: called once in every process before its first sample (imports, models); it may take long, samples may not.
+    needs_token_ids: rows get `prompt_ids` and `response_ids`, the policy's own. fingerprint: digest of its code and settings.
+    """
 
     name: str
     version: str
@@ -49,6 +70,10 @@ class Scorer:
     function: Callable[..., object]
     is_batch: bool
     is_async: bool
+    isolation: Isolation = Isolation.PROCESS
+    prepare: Callable[[], None] | None = None
+    needs_token_ids: bool = False
+    fingerprint: str = ""
 
 
 @dataclass(slots=True)
@@ -97,7 +122,15 @@ REGISTRY = ScorerRegistry()
 
 
 def reward(
-    *, name: str, version: str, batch: bool = False, description: str | None = None, registry: ScorerRegistry = REGISTRY
+    *,
+    name: str,
+    version: str,
+    batch: bool = False,
+    description: str | None = None,
+    isolation: Isolation | None = None,
+    prepare: Callable[[], None] | None = None,
+    needs_token_ids: bool = False,
+    registry: ScorerRegistry = REGISTRY,
 ) -> Callable[[_Function], _Function]:
     """Register the decorated function as a scorer and return it unchanged.
 
@@ -106,12 +139,15 @@ def reward(
         version: raise it with every change that can alter a score; records carry it.
         batch: the function takes lists and returns a list.
         description: one line for listings; None takes the first line of the docstring.
+        isolation: where it runs; None: a coroutine function in the event loop, another in a process.
+        prepare, needs_token_ids: see `Scorer`.
         registry: for tests; the process's own otherwise.
     Raises: ConfigError: bad or taken name and version, or a function that cannot take three arguments.
     """
 
     def register(function: _Function) -> _Function:
         _check_signature(name, function)
+        is_async = inspect.iscoroutinefunction(function)
         registry.add(
             Scorer(
                 name=name,
@@ -119,12 +155,33 @@ def reward(
                 description=_first_line(function) if description is None else description,
                 function=function,
                 is_batch=batch,
-                is_async=inspect.iscoroutinefunction(function),
+                is_async=is_async,
+                isolation=_isolation(name, is_async, isolation),
+                prepare=prepare,
+                needs_token_ids=needs_token_ids,
+                fingerprint=fingerprint_of(function),
             )
         )
         return function
 
     return register
+
+
+def fingerprint_of(function: Callable[..., object], settings: str = "") -> str:
+    """Digest of the file that a function stands in, and of settings; of its bytecode where there is no file."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    path = None if code is None else Path(code.co_filename)
+    source = path.read_bytes() if path is not None and path.is_file() else getattr(code, "co_code", repr(function).encode())
+    return hashlib.sha256(b"\0".join([source, function.__qualname__.encode(), settings.encode()])).hexdigest()[:16]
+
+
+def _isolation(name: str, is_async: bool, asked: Isolation | None) -> Isolation:
+    if asked is None:
+        return Isolation.LOOP if is_async else Isolation.PROCESS
+    if is_async != (asked is Isolation.LOOP):
+        kind = "a coroutine function" if is_async else "a plain function"
+        raise ConfigError(f"scorer {name!r} is {kind}, which cannot have isolation {str(asked)!r}: leave isolation out")
+    return asked
 
 
 def where(function: Callable[..., object]) -> str:

@@ -65,7 +65,7 @@ COMPLETION = Completion(
     engine_id="rollout-1",
 )
 COMPONENT = RewardComponent(
-    name="exact", service="reward-0", service_version="2", value=0.75, status=ScoreStatus.NOT_SCORED, latency_ms=3.5
+    name="format", scorer="exact", service="reward-0", service_version="2", value=0.75, status=ScoreStatus.NOT_SCORED, latency_ms=3.5
 )
 RECORD = ExperienceRecord(
     run_id="run",
@@ -78,6 +78,7 @@ RECORD = ExperienceRecord(
     response_mask=np.array([True, False, True]),
     rollout_logprobs=np.array([-0.5, -1.25, -0.1], dtype=np.float32),
     policy_version_spans=SPANS,
+    route_revision=3,
     sampling=SAMPLING,
     finish_reason=FinishReason.STOP,
     reward_status=ScoreStatus.SCORED,
@@ -147,6 +148,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
             row={"answer": "2", "nested": {"a": [1, 2.5, None]}},
             finish_reason=FinishReason.ABORT,
             num_response_tokens=3,
+            prompt_ids=(9, 10),
+            response_ids=(5, 6, 2),
         ),
     ),
     "score_result": (
@@ -162,7 +165,10 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
         ),
     ),
     "reward_component": ("reward", COMPONENT),
-    "scorer_description": ("reward", ScorerDescription(name="exact", version="2", description="Equality.")),
+    "scorer_description": (
+        "reward",
+        ScorerDescription(name="exact", version="2", description="Equality.", fingerprint="9f", needs_token_ids=True),
+    ),
     "record": ("experience", RECORD),
     "record_ref": ("experience", REF),
     "mini_batch": ("experience", MINI_BATCH),

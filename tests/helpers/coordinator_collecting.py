@@ -8,7 +8,7 @@ from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
 from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptTask
-from shoal_coordinator.scoring import GroupScorer
+from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RewardSection, RolloutSection

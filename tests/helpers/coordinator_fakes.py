@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from shoal_coordinator.dispatcher import GenerationRequest, RolloutEndpoint
 from shoal_coordinator.prompts import PromptTask
-from shoal_coordinator.scoring import RewardEndpoint
+from shoal_coordinator.rewards.scoring import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.tokenizing import Prompt
 from shoal_coordinator.waiting import WaitBoard

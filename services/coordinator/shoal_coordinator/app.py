@@ -26,8 +26,8 @@ from shoal_coordinator.registry import Registry
 from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
 from shoal_coordinator.report import public_config, write_json_atomically
 from shoal_coordinator.rest import RestServer, create_app
+from shoal_coordinator.rewards.scoring import RewardEndpoint
 from shoal_coordinator.run import Run, RunParts
-from shoal_coordinator.scoring import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.states import RunState, StateMachine

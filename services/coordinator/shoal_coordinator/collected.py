@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.types import ExperienceRecord, FinishReason, ScoreStatus
 from shoal_coordinator.records import has_spread
-from shoal_coordinator.scoring import ScoredGroup
+from shoal_coordinator.rewards.scoring import ScoredGroup
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from shoal.types import RolloutDescription, ScorerDescription
 from shoal_coordinator.dispatcher import RolloutEndpoint
 from shoal_coordinator.gangs import Closable, SourceConnection, TrainerConnection
 from shoal_coordinator.push_calls import WeightSink
-from shoal_coordinator.scoring import RewardEndpoint
+from shoal_coordinator.rewards.scoring import RewardEndpoint
 
 
 class RolloutCalls(RolloutEndpoint, Closable, Protocol):

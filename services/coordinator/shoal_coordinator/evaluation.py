@@ -10,7 +10,7 @@ from shoal.config.models import RolloutSection, RunConfig
 from shoal.types import FinishReason, SamplingParams, ScoreResult, ScoreStatus
 from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
 from shoal_coordinator.prompts import PromptRow, as_task
-from shoal_coordinator.scoring import GroupScorer, ScoredGroup
+from shoal_coordinator.rewards.scoring import GroupScorer, ScoredGroup
 
 CORRECT_COMPONENT = "correct"
 """A scorer that gives this component decides with it; otherwise its reward does."""

@@ -28,7 +28,7 @@ from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.records import assemble_records, baseline_of, has_spread, unix_ms
-from shoal_coordinator.scoring import GroupScorer, ScoredGroup, first_error
+from shoal_coordinator.rewards.scoring import GroupScorer, ScoredGroup, first_error
 from shoal_coordinator.stage_clock import Stage, StageClock
 
 log = get_logger(__name__)

@@ -28,8 +28,8 @@ from shoal_coordinator.members import RewardMember, RolloutMember, WatchedReward
 from shoal_coordinator.push_history import PushHistory, PushReason
 from shoal_coordinator.pushing import MemberPusher
 from shoal_coordinator.registry import Missing, Registry, RegistryChange, RegistryEvent
+from shoal_coordinator.rewards.scoring import RewardEndpoint
 from shoal_coordinator.roster import Roster
-from shoal_coordinator.scoring import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.waiting import WaitBoard

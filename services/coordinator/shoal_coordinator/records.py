@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.types import ExperienceRecord, RewardComponent, ScoreResult, ScoreStatus
-from shoal_coordinator.scoring import ScoredGroup
+from shoal_coordinator.rewards.scoring import ScoredGroup
 
 
 def assemble_records(

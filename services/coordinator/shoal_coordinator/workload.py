@@ -19,7 +19,7 @@ from shoal_coordinator.dispatcher import Dispatcher, RolloutEndpoint, training_r
 from shoal_coordinator.evaluation import Evaluation, evaluate, greedy_request
 from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptPosition, PromptSource
-from shoal_coordinator.scoring import GroupScorer, RewardEndpoint
+from shoal_coordinator.rewards.scoring import GroupScorer, RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 

@@ -67,6 +67,7 @@ def record_to_proto(record: ExperienceRecord) -> experience_pb2.ExperienceRecord
         created_unix_ms=record.created_unix_ms,
         scored_unix_ms=record.scored_unix_ms,
         baseline_reward=record.baseline_reward,
+        route_revision=record.route_revision,
     )
 
 
@@ -102,6 +103,7 @@ def record_from_proto(message: experience_pb2.ExperienceRecord) -> ExperienceRec
         created_unix_ms=message.created_unix_ms,
         scored_unix_ms=message.scored_unix_ms,
         baseline_reward=message.baseline_reward if message.HasField("baseline_reward") else None,
+        route_revision=message.route_revision,
     )
     _check_record(record)
     return record

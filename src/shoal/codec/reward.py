@@ -27,6 +27,8 @@ def score_sample_to_proto(sample: ScoreSample) -> reward_pb2.ScoreSample:
         row_json=row_json,
         finish_reason=finish_reason.to_proto(sample.finish_reason),
         num_response_tokens=sample.num_response_tokens,
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
     )
 
 
@@ -42,6 +44,8 @@ def score_sample_from_proto(message: reward_pb2.ScoreSample) -> ScoreSample:
         row=_row(message),
         finish_reason=finish_reason.from_proto(message.finish_reason),
         num_response_tokens=message.num_response_tokens,
+        prompt_ids=tuple(message.prompt_ids),
+        response_ids=tuple(message.response_ids),
     )
 
 
@@ -110,6 +114,7 @@ def reward_component_to_proto(component: RewardComponent) -> common_pb2.RewardCo
         value=component.value,
         status=score_status.to_proto(component.status),
         latency_ms=component.latency_ms,
+        scorer=component.scorer,
     )
 
 
@@ -122,14 +127,27 @@ def reward_component_from_proto(message: common_pb2.RewardComponent) -> RewardCo
         value=message.value,
         status=score_status.from_proto(message.status),
         latency_ms=message.latency_ms,
+        scorer=message.scorer,
     )
 
 
 def scorer_description_to_proto(scorer: ScorerDescription) -> reward_pb2.ScorerDescription:
     """Convert a scorer's description."""
-    return reward_pb2.ScorerDescription(name=scorer.name, version=scorer.version, description=scorer.description)
+    return reward_pb2.ScorerDescription(
+        name=scorer.name,
+        version=scorer.version,
+        description=scorer.description,
+        fingerprint=scorer.fingerprint,
+        needs_token_ids=scorer.needs_token_ids,
+    )
 
 
 def scorer_description_from_proto(message: reward_pb2.ScorerDescription) -> ScorerDescription:
     """Convert a scorer's description."""
-    return ScorerDescription(name=message.name, version=message.version, description=message.description)
+    return ScorerDescription(
+        name=message.name,
+        version=message.version,
+        description=message.description,
+        fingerprint=message.fingerprint,
+        needs_token_ids=message.needs_token_ids,
+    )

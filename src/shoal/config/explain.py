@@ -17,34 +17,33 @@ _SCALARS = ("bool", "int", "float", "str")
 """Members of the union of a scalar setting, as pydantic names them in the place of an error."""
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each field that is wrong."""
+def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+    """One line for each field of root that is wrong."""
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
         location = tuple(str(part) for part in detail["loc"] if part not in (NAME_TAG, FUNCTION_TAG))
-        lines[_explained(location, detail)] = None
+        lines[_explained(location, detail, root)] = None
     return list(lines)
 
 
-def _explained(location: tuple[str, ...], detail: Mapping[str, Any]) -> str:
+def _explained(location: tuple[str, ...], detail: Mapping[str, Any], root: type[BaseModel]) -> str:
     dotted = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        return _unknown_key(location)
+        return _unknown_key(location, root)
     if detail["type"] == "missing":
-        return f"{dotted} is missing{_purpose(location)}; add it"
+        return f"{dotted} is missing{_purpose(location, root)}; add it"
     if detail["type"] == "model_type":
         return f"{dotted} is {_shown(detail['input'])}, but it is a section; write its fields as a mapping"
     if NAME_TAG in detail["loc"]:
-        return (
-            f"{dotted} is {_shown(detail['input'])}, but it must be a name, or {{entrypoint: package.module.function}}{_purpose(location)}"
-        )
+        wanted = "a name, or {entrypoint: package.module.function}"
+        return f"{dotted} is {_shown(detail['input'])}, but it must be {wanted}{_purpose(location, root)}"
     if location[-1] in _SCALARS and len(location) > 1:
         return f"{'.'.join(location[:-1])} is {_shown(detail['input'])}, but it must be a number, a text or a truth value; change the value"
     if location[-1] == "entrypoint" and detail["type"] == "string_pattern_mismatch":
         return (
             f"{dotted} is {_shown(detail['input'])}, but it is no dotted path; write package.module.function, such as my_pkg.losses.my_loss"
         )
-    return f"{dotted} is {_shown(detail['input'])}, but {_message(detail)}{_purpose(location)}{_hint(detail)}"
+    return f"{dotted} is {_shown(detail['input'])}, but {_message(detail)}{_purpose(location, root)}{_hint(detail)}"
 
 
 def _message(detail: Mapping[str, Any]) -> str:
@@ -60,8 +59,8 @@ def _hint(detail: Mapping[str, Any]) -> str:
     return "; change the value"
 
 
-def _unknown_key(location: tuple[str, ...]) -> str:
-    valid = list(_all_keys(RunConfig))
+def _unknown_key(location: tuple[str, ...], root: type[BaseModel]) -> str:
+    valid = list(_all_keys(root))
     dotted = ".".join(location)
     parent = ".".join(location[:-1])
     siblings = [key for key in valid if key.rpartition(".")[0] == parent]
@@ -105,9 +104,9 @@ def required_keys(model: type[BaseModel]) -> list[str]:
     return [name for name, field in model.model_fields.items() if field.is_required()]
 
 
-def _purpose(location: tuple[str, ...]) -> str:
+def _purpose(location: tuple[str, ...], root: type[BaseModel]) -> str:
     """Return the field's own documentation, in brackets."""
-    model: type[BaseModel] | None = RunConfig
+    model: type[BaseModel] | None = root
     description: str | None = None
     for part in location:
         field = None if model is None else model.model_fields.get(part)

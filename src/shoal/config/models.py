@@ -130,10 +130,14 @@ class RewardSection(Section):
     """What a response of full length loses."""
     modules: tuple[str, ...] = ("shoal_reward.builtin",)
     """Modules or .py files with @reward functions that the reward server loads."""
+    service_file: str | None = None
+    """YAML file of the reward server: scorers with settings, number and limits of graders; docs/rewards.md."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of scoring one group, in seconds."""
+    """Deadline of scoring one group, in seconds; retries and waiting for a server are within it."""
+    max_open_requests: int = Field(default=64, ge=1, le=4096)
+    """Most calls to reward servers that are open at once."""
     max_unscored_share: float = Field(default=0.5, ge=0, le=1)
-    """Above this share of unscored samples in a step the run stops with an error that names the scorer."""
+    """Above this share of unscored samples in a step the run pauses with an alert that names the scorer and the error."""
 
     @property
     def scorers(self) -> dict[str, str]:

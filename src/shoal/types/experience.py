@@ -74,7 +74,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSample:
-    """One response to score. row holds the data row (answer columns and so on)."""
+    """One response to score. row holds the data row (answer columns and so on).
+
+    prompt_ids, response_ids: the policy's own ids; empty unless the scorer's description says that it needs them.
+    """
 
     sample_id: str
     prompt: str
@@ -82,6 +85,8 @@ class ScoreSample:
     row: dict[str, object]
     finish_reason: FinishReason
     num_response_tokens: int
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,7 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
-    """A named part of a reward, with the service and version that gave it."""
+    """A named part of a reward: name within scorer, the reward server that gave it, the scorer's version."""
 
     name: str
     service: str
@@ -107,6 +112,7 @@ class RewardComponent:
     value: float
     status: ScoreStatus
     latency_ms: float
+    scorer: str = ""
 
 
 EXPERIENCE_SCHEMA_VERSION = 1
@@ -119,6 +125,7 @@ class ExperienceRecord:
     prompt_ids: [P] int32. response_ids: [T] int32. response_mask: [T] bool, True = trained.
     rollout_logprobs: [T] float32. token_rewards: [T] float32 or None for an outcome reward.
     baseline_reward: reward of the prompt's greedy answer; None where no estimator needs it.
+    route_revision: revision of the reward route that scored the whole group; 0 where none is known.
     Key: (uid, sample_index, attempt).
     """
 
@@ -139,6 +146,7 @@ class ExperienceRecord:
     reward_components: tuple[RewardComponent, ...] = ()
     token_rewards: Float32Array | None = None
     baseline_reward: float | None = None
+    route_revision: int = 0
     turns: int = 1
     tokenizer_hash: str = ""
     engine_id: str = ""

@@ -82,11 +82,16 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerDescription:
-    """One named, versioned scorer of a reward server."""
+    """One named, versioned scorer of a reward server.
+
+    fingerprint: digest of the code and settings behind it; empty if the server knows none. needs_token_ids: see `ScoreSample`.
+    """
 
     name: str
     version: str
     description: str
+    fingerprint: str = ""
+    needs_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

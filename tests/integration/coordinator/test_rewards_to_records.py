@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from shoal_coordinator.dispatcher import Dispatcher
 from shoal_coordinator.records import assemble_records
-from shoal_coordinator.scoring import GroupScorer, RewardEndpoint, ScoredGroup
+from shoal_coordinator.rewards.scoring import GroupScorer, RewardEndpoint, ScoredGroup
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.waiting import WaitBoard

@@ -9,7 +9,7 @@ import pytest
 from shoal_coordinator.dispatcher import Dispatcher
 from shoal_coordinator.evaluation import Evaluation, evaluate, evaluation_request, greedy_request, is_correct
 from shoal_coordinator.prompts import PromptRow
-from shoal_coordinator.scoring import GroupScorer
+from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RolloutSection, RunConfig

@@ -217,6 +217,7 @@ class RewardComponent(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     LATENCY_MS_FIELD_NUMBER: _builtins.int
+    SCORER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     service: _builtins.str
     service_version: _builtins.str
@@ -224,6 +225,8 @@ class RewardComponent(_message.Message):
     """Meaningful only if status is SCORED."""
     status: Global___ScoreStatus.ValueType
     latency_ms: _builtins.float
+    scorer: _builtins.str
+    """The scorer that gave it; `name` is one of its named parts, or the scorer's own name."""
     def __init__(
         self,
         *,
@@ -233,10 +236,11 @@ class RewardComponent(_message.Message):
         value: _builtins.float = ...,
         status: Global___ScoreStatus.ValueType = ...,
         latency_ms: _builtins.float = ...,
+        scorer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["latency_ms", b"latency_ms", "name", b"name", "service", b"service", "service_version", b"service_version", "status", b"status", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latency_ms", b"latency_ms", "name", b"name", "scorer", b"scorer", "service", b"service", "service_version", b"service_version", "status", b"status", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

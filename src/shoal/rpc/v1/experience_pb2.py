@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shoal.rpc.v1 import common_pb2 as shoal_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshoal/rpc/v1/experience.proto\x12\x0cshoal.rpc.v1\x1a\x19shoal/rpc/v1/common.proto\"\xad\x06\n\x10\x45xperienceRecord\x12\x16\n\x0eschema_version\x18\x01 \x01(\x05\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12(\n\nprompt_ids\x18\x07 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12*\n\x0cresponse_ids\x18\x08 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12+\n\rresponse_mask\x18\t \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12.\n\x10rollout_logprobs\x18\n \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12=\n\x14policy_version_spans\x18\x0b \x03(\x0b\x32\x1f.shoal.rpc.v1.PolicyVersionSpan\x12.\n\x08sampling\x18\x0c \x01(\x0b\x32\x1c.shoal.rpc.v1.SamplingParams\x12\x31\n\rfinish_reason\x18\r \x01(\x0e\x32\x1a.shoal.rpc.v1.FinishReason\x12\r\n\x05turns\x18\x0e \x01(\x05\x12\x30\n\rreward_status\x18\x0f \x01(\x0e\x32\x19.shoal.rpc.v1.ScoreStatus\x12\x0e\n\x06reward\x18\x10 \x01(\x01\x12\x38\n\x11reward_components\x18\x11 \x03(\x0b\x32\x1d.shoal.rpc.v1.RewardComponent\x12+\n\rtoken_rewards\x18\x12 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12\x16\n\x0etokenizer_hash\x18\x13 \x01(\t\x12\x11\n\tengine_id\x18\x14 \x01(\t\x12\x10\n\x08trace_id\x18\x15 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\x16 \x01(\x03\x12\x16\n\x0escored_unix_ms\x18\x17 \x01(\x03\x12\x1c\n\x0f\x62\x61seline_reward\x18\x18 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_baseline_reward\"r\n\tRecordRef\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\x05\x12\x0e\n\x06reward\x18\x05 \x01(\x01\"6\n\nMicroBatch\x12(\n\x07records\x18\x01 \x03(\x0b\x32\x17.shoal.rpc.v1.RecordRef\"<\n\tMiniBatch\x12/\n\rmicro_batches\x18\x01 \x03(\x0b\x32\x18.shoal.rpc.v1.MicroBatch\":\n\tRankBatch\x12-\n\x0cmini_batches\x18\x01 \x03(\x0b\x32\x17.shoal.rpc.v1.MiniBatch\"_\n\x05\x42\x61tch\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12&\n\x05ranks\x18\x03 \x03(\x0b\x32\x17.shoal.rpc.v1.RankBatch\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshoal/rpc/v1/experience.proto\x12\x0cshoal.rpc.v1\x1a\x19shoal/rpc/v1/common.proto\"\xc5\x06\n\x10\x45xperienceRecord\x12\x16\n\x0eschema_version\x18\x01 \x01(\x05\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12(\n\nprompt_ids\x18\x07 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12*\n\x0cresponse_ids\x18\x08 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12+\n\rresponse_mask\x18\t \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12.\n\x10rollout_logprobs\x18\n \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12=\n\x14policy_version_spans\x18\x0b \x03(\x0b\x32\x1f.shoal.rpc.v1.PolicyVersionSpan\x12.\n\x08sampling\x18\x0c \x01(\x0b\x32\x1c.shoal.rpc.v1.SamplingParams\x12\x31\n\rfinish_reason\x18\r \x01(\x0e\x32\x1a.shoal.rpc.v1.FinishReason\x12\r\n\x05turns\x18\x0e \x01(\x05\x12\x30\n\rreward_status\x18\x0f \x01(\x0e\x32\x19.shoal.rpc.v1.ScoreStatus\x12\x0e\n\x06reward\x18\x10 \x01(\x01\x12\x38\n\x11reward_components\x18\x11 \x03(\x0b\x32\x1d.shoal.rpc.v1.RewardComponent\x12+\n\rtoken_rewards\x18\x12 \x01(\x0b\x32\x14.shoal.rpc.v1.Tensor\x12\x16\n\x0etokenizer_hash\x18\x13 \x01(\t\x12\x11\n\tengine_id\x18\x14 \x01(\t\x12\x10\n\x08trace_id\x18\x15 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\x16 \x01(\x03\x12\x16\n\x0escored_unix_ms\x18\x17 \x01(\x03\x12\x1c\n\x0f\x62\x61seline_reward\x18\x18 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0eroute_revision\x18\x19 \x01(\x03\x42\x12\n\x10_baseline_reward\"r\n\tRecordRef\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\x05\x12\x0e\n\x06reward\x18\x05 \x01(\x01\"6\n\nMicroBatch\x12(\n\x07records\x18\x01 \x03(\x0b\x32\x17.shoal.rpc.v1.RecordRef\"<\n\tMiniBatch\x12/\n\rmicro_batches\x18\x01 \x03(\x0b\x32\x18.shoal.rpc.v1.MicroBatch\":\n\tRankBatch\x12-\n\x0cmini_batches\x18\x01 \x03(\x0b\x32\x17.shoal.rpc.v1.MiniBatch\"_\n\x05\x42\x61tch\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12&\n\x05ranks\x18\x03 \x03(\x0b\x32\x17.shoal.rpc.v1.RankBatch\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.rpc.v1.experience_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXPERIENCERECORD']._serialized_start=75
-  _globals['_EXPERIENCERECORD']._serialized_end=888
-  _globals['_RECORDREF']._serialized_start=890
-  _globals['_RECORDREF']._serialized_end=1004
-  _globals['_MICROBATCH']._serialized_start=1006
-  _globals['_MICROBATCH']._serialized_end=1060
-  _globals['_MINIBATCH']._serialized_start=1062
-  _globals['_MINIBATCH']._serialized_end=1122
-  _globals['_RANKBATCH']._serialized_start=1124
-  _globals['_RANKBATCH']._serialized_end=1182
-  _globals['_BATCH']._serialized_start=1184
-  _globals['_BATCH']._serialized_end=1279
+  _globals['_EXPERIENCERECORD']._serialized_end=912
+  _globals['_RECORDREF']._serialized_start=914
+  _globals['_RECORDREF']._serialized_end=1028
+  _globals['_MICROBATCH']._serialized_start=1030
+  _globals['_MICROBATCH']._serialized_end=1084
+  _globals['_MINIBATCH']._serialized_start=1086
+  _globals['_MINIBATCH']._serialized_end=1146
+  _globals['_RANKBATCH']._serialized_start=1148
+  _globals['_RANKBATCH']._serialized_end=1206
+  _globals['_BATCH']._serialized_start=1208
+  _globals['_BATCH']._serialized_end=1303
 # @@protoc_insertion_point(module_scope)

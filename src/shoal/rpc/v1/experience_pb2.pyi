@@ -47,6 +47,7 @@ class ExperienceRecord(_message.Message):
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     SCORED_UNIX_MS_FIELD_NUMBER: _builtins.int
     BASELINE_REWARD_FIELD_NUMBER: _builtins.int
+    ROUTE_REVISION_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
     """1. Readers refuse other values."""
     run_id: _builtins.str
@@ -67,6 +68,8 @@ class ExperienceRecord(_message.Message):
     scored_unix_ms: _builtins.int
     baseline_reward: _builtins.float
     """Reward of the prompt's greedy answer, where the estimator needs it."""
+    route_revision: _builtins.int
+    """Revision of the reward route that scored the whole group; 0 where none is known."""
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor: ...
     @_builtins.property
@@ -114,10 +117,11 @@ class ExperienceRecord(_message.Message):
         created_unix_ms: _builtins.int = ...,
         scored_unix_ms: _builtins.int = ...,
         baseline_reward: _builtins.float | None = ...,
+        route_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "rollout_logprobs", b"rollout_logprobs", "sampling", b"sampling", "token_rewards", b"token_rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_reward", b"_baseline_reward", "attempt", b"attempt", "baseline_reward", b"baseline_reward", "created_unix_ms", b"created_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "policy_version_spans", b"policy_version_spans", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "reward_components", b"reward_components", "reward_status", b"reward_status", "rollout_logprobs", b"rollout_logprobs", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "schema_version", b"schema_version", "scored_unix_ms", b"scored_unix_ms", "token_rewards", b"token_rewards", "tokenizer_hash", b"tokenizer_hash", "trace_id", b"trace_id", "turns", b"turns", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_reward", b"_baseline_reward", "attempt", b"attempt", "baseline_reward", b"baseline_reward", "created_unix_ms", b"created_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "policy_version_spans", b"policy_version_spans", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "reward_components", b"reward_components", "reward_status", b"reward_status", "rollout_logprobs", b"rollout_logprobs", "route_revision", b"route_revision", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "schema_version", b"schema_version", "scored_unix_ms", b"scored_unix_ms", "token_rewards", b"token_rewards", "tokenizer_hash", b"tokenizer_hash", "trace_id", b"trace_id", "turns", b"turns", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__baseline_reward: _TypeAlias = _typing.Literal["baseline_reward"]  # noqa: Y015
     _WhichOneofArgType__baseline_reward: _TypeAlias = _typing.Literal["_baseline_reward", b"_baseline_reward"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shoal.rpc.v1 import common_pb2 as shoal_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19shoal/rpc/v1/reward.proto\x12\x0cshoal.rpc.v1\x1a\x19shoal/rpc/v1/common.proto\"\x17\n\x15\x44\x65scribeRewardRequest\"G\n\x11ScorerDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\"^\n\x16\x44\x65scribeRewardResponse\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x30\n\x07scorers\x18\x02 \x03(\x0b\x32\x1f.shoal.rpc.v1.ScorerDescription\"\xa4\x01\n\x0bScoreSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.shoal.rpc.v1.FinishReason\x12\x1b\n\x13num_response_tokens\x18\x06 \x01(\x05\"[\n\x0cScoreRequest\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.shoal.rpc.v1.ScoreSample\"\x87\x02\n\x0bScoreResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.shoal.rpc.v1.ScoreStatus\x12\r\n\x05value\x18\x03 \x01(\x01\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).shoal.rpc.v1.ScoreResult.ComponentsEntry\x12\x14\n\x0ctoken_values\x18\x05 \x03(\x02\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x12\n\nlatency_ms\x18\x07 \x01(\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\\\n\rScoreResponse\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.shoal.rpc.v1.ScoreResult2\xae\x01\n\rRewardService\x12[\n\x0e\x44\x65scribeReward\x12#.shoal.rpc.v1.DescribeRewardRequest\x1a$.shoal.rpc.v1.DescribeRewardResponse\x12@\n\x05Score\x12\x1a.shoal.rpc.v1.ScoreRequest\x1a\x1b.shoal.rpc.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19shoal/rpc/v1/reward.proto\x12\x0cshoal.rpc.v1\x1a\x19shoal/rpc/v1/common.proto\"\x17\n\x15\x44\x65scribeRewardRequest\"u\n\x11ScorerDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x17\n\x0fneeds_token_ids\x18\x05 \x01(\x08\"^\n\x16\x44\x65scribeRewardResponse\x12\x12\n\nservice_id\x18\x01 \x01(\t\x12\x30\n\x07scorers\x18\x02 \x03(\x0b\x32\x1f.shoal.rpc.v1.ScorerDescription\"\xce\x01\n\x0bScoreSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.shoal.rpc.v1.FinishReason\x12\x1b\n\x13num_response_tokens\x18\x06 \x01(\x05\x12\x12\n\nprompt_ids\x18\x07 \x03(\x05\x12\x14\n\x0cresponse_ids\x18\x08 \x03(\x05\"[\n\x0cScoreRequest\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.shoal.rpc.v1.ScoreSample\"\x87\x02\n\x0bScoreResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.shoal.rpc.v1.ScoreStatus\x12\r\n\x05value\x18\x03 \x01(\x01\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).shoal.rpc.v1.ScoreResult.ComponentsEntry\x12\x14\n\x0ctoken_values\x18\x05 \x03(\x02\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x12\n\nlatency_ms\x18\x07 \x01(\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\\\n\rScoreResponse\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.shoal.rpc.v1.ScoreResult2\xae\x01\n\rRewardService\x12[\n\x0e\x44\x65scribeReward\x12#.shoal.rpc.v1.DescribeRewardRequest\x1a$.shoal.rpc.v1.DescribeRewardResponse\x12@\n\x05Score\x12\x1a.shoal.rpc.v1.ScoreRequest\x1a\x1b.shoal.rpc.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREWARDREQUEST']._serialized_start=70
   _globals['_DESCRIBEREWARDREQUEST']._serialized_end=93
   _globals['_SCORERDESCRIPTION']._serialized_start=95
-  _globals['_SCORERDESCRIPTION']._serialized_end=166
-  _globals['_DESCRIBEREWARDRESPONSE']._serialized_start=168
-  _globals['_DESCRIBEREWARDRESPONSE']._serialized_end=262
-  _globals['_SCORESAMPLE']._serialized_start=265
-  _globals['_SCORESAMPLE']._serialized_end=429
-  _globals['_SCOREREQUEST']._serialized_start=431
-  _globals['_SCOREREQUEST']._serialized_end=522
-  _globals['_SCORERESULT']._serialized_start=525
-  _globals['_SCORERESULT']._serialized_end=788
-  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_start=739
-  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_end=788
-  _globals['_SCORERESPONSE']._serialized_start=790
-  _globals['_SCORERESPONSE']._serialized_end=882
-  _globals['_REWARDSERVICE']._serialized_start=885
-  _globals['_REWARDSERVICE']._serialized_end=1059
+  _globals['_SCORERDESCRIPTION']._serialized_end=212
+  _globals['_DESCRIBEREWARDRESPONSE']._serialized_start=214
+  _globals['_DESCRIBEREWARDRESPONSE']._serialized_end=308
+  _globals['_SCORESAMPLE']._serialized_start=311
+  _globals['_SCORESAMPLE']._serialized_end=517
+  _globals['_SCOREREQUEST']._serialized_start=519
+  _globals['_SCOREREQUEST']._serialized_end=610
+  _globals['_SCORERESULT']._serialized_start=613
+  _globals['_SCORERESULT']._serialized_end=876
+  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_start=827
+  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_end=876
+  _globals['_SCORERESPONSE']._serialized_start=878
+  _globals['_SCORERESPONSE']._serialized_end=970
+  _globals['_REWARDSERVICE']._serialized_start=973
+  _globals['_REWARDSERVICE']._serialized_end=1147
 # @@protoc_insertion_point(module_scope)

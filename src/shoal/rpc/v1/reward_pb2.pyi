@@ -41,19 +41,29 @@ class ScorerDescription(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NEEDS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     description: _builtins.str
+    fingerprint: _builtins.str
+    """Digest of the code and settings behind the scorer; two servers share the work of a scorer only if theirs are equal.
+    Empty if the server knows none.
+    """
+    needs_token_ids: _builtins.bool
+    """Samples must carry prompt_ids and response_ids."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         version: _builtins.str = ...,
         description: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        needs_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "name", b"name", "needs_token_ids", b"needs_token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -92,6 +102,8 @@ class ScoreSample(_message.Message):
     ROW_JSON_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    RESPONSE_IDS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """uid/sample_index/attempt of the sample, echoed in the result."""
     prompt: _builtins.str
@@ -100,6 +112,12 @@ class ScoreSample(_message.Message):
     """The data row as a JSON object (answer columns and so on)."""
     finish_reason: _common_pb2.FinishReason.ValueType
     num_response_tokens: _builtins.int
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The policy's own ids, as sampled; sent only to scorers that need them."""
+
+    @_builtins.property
+    def response_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -109,10 +127,12 @@ class ScoreSample(_message.Message):
         row_json: _builtins.str = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         num_response_tokens: _builtins.int = ...,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        response_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_response_tokens", b"num_response_tokens", "prompt", b"prompt", "response", b"response", "row_json", b"row_json", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_response_tokens", b"num_response_tokens", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "response", b"response", "response_ids", b"response_ids", "row_json", b"row_json", "sample_id", b"sample_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

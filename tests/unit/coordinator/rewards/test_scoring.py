@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup
+from shoal_coordinator.rewards.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 

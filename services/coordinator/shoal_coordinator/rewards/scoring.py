@@ -18,7 +18,7 @@ from shoal.errors import InvalidRequestError, NotFoundError, ShoalError, Unavail
 from shoal.rpc.retry import jittered_delay_s
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.rewards import checked_results, weighted
+from shoal_coordinator.rewards.results import checked_results, weighted
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import Stage, StageClock
 from shoal_coordinator.tokenizing import PromptTokenizer

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from shoal_coordinator.rewards import checked_results, weighted
+from shoal_coordinator.rewards.results import checked_results, weighted
 
 from shoal.errors import InternalError
 from shoal.types import FinishReason, ScoreResult, ScoreSample, ScoreStatus
