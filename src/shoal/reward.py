@@ -110,11 +110,11 @@ class ScorerRegistry:
             there_is = ", ".join(f"{scorer.name} {scorer.version}" for scorer in self.all()) or "none at all"
             wanted = f"{name!r} version {version!r}" if version else repr(name)
             raise NotFoundError(f"no scorer {wanted}; there is: {there_is}")
-        return max(versions, key=lambda scorer: _version_key(scorer.version))
+        return max(versions, key=lambda scorer: version_key(scorer.version))
 
     def all(self) -> list[Scorer]:
         """All scorers, by name, oldest version first."""
-        return sorted(self._scorers.values(), key=lambda scorer: (scorer.name, _version_key(scorer.version)))
+        return sorted(self._scorers.values(), key=lambda scorer: (scorer.name, version_key(scorer.version)))
 
 
 REGISTRY = ScorerRegistry()
@@ -202,7 +202,8 @@ def _first_line(function: Callable[..., object]) -> str:
     return lines[0] if lines else ""
 
 
-def _version_key(version: str) -> list[tuple[int, int, str]]:
+def version_key(version: str) -> list[tuple[int, int, str]]:
+    """Sorts versions, numbers as numbers: 1.9 < 1.10rc1 < 1.10."""
     parts = re.findall(r"\d+|[A-Za-z]+", version)
     # The closing (0, 1) puts 1.0rc1 before 1.0, and 1.0 before 1.0.1.
     return [*((1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts), (0, 1, "")]
