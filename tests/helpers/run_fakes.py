@@ -203,10 +203,10 @@ class SilentRollout:
 
 
 class SilentReward:
-    """Never asked to score."""
+    """Offers one scorer, and is never asked to score."""
 
     async def describe(self, *, timeout_s: float) -> list[ScorerDescription]:
-        return []
+        return [ScorerDescription(name="arithmetic", version="1", description="", fingerprint="a1")]
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
         raise NotImplementedError

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.config.models import SecuritySection
-from shoal.types import RolloutDescription, ScorerDescription
+from shoal.types import RolloutDescription, ScorerDescription, ScoreResult, ScoreSample
 from shoal_coordinator.dispatcher import RolloutEndpoint
 from shoal_coordinator.gangs import Closable, SourceConnection, TrainerConnection
 from shoal_coordinator.push_calls import WeightSink
-from shoal_coordinator.rewards.scoring import RewardEndpoint
 
 
 class RolloutCalls(RolloutEndpoint, Closable, Protocol):
@@ -20,11 +20,15 @@ class RolloutCalls(RolloutEndpoint, Closable, Protocol):
         ...
 
 
-class RewardCalls(RewardEndpoint, Closable, Protocol):
+class RewardCalls(Closable, Protocol):
     """Scoring; `shoal.clients.reward.RewardClient`."""
 
     async def describe(self, *, timeout_s: float) -> list[ScorerDescription]:
         """The server's scorers."""
+        ...
+
+    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
+        """Score samples; returns the scorer's version and one result per sample, in order."""
         ...
 
 

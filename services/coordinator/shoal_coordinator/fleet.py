@@ -2,7 +2,8 @@
 
 A rollout server is *ready* when it serves exactly the current policy version; otherwise it is *fenced* until a weight
 push brings it there. Fenced servers are caught up in the background, one push at a time. A server that a call found
-unavailable is *suspect*, and asked until it answers again. An audit that finds other weights in a server fences it too.
+unavailable is *suspect*, and asked until it answers again; so is a reward server that has just joined. An audit that finds
+other weights in a server fences it too.
 
 Invariant: `weights_lock` is held by whoever reads the actor's weights (a push, an audit) or changes them (an update), so a
 push never mixes two versions.
@@ -28,7 +29,8 @@ from shoal_coordinator.members import RewardMember, RolloutMember, WatchedReward
 from shoal_coordinator.push_history import PushHistory, PushReason
 from shoal_coordinator.pushing import MemberPusher
 from shoal_coordinator.registry import Missing, Registry, RegistryChange, RegistryEvent
-from shoal_coordinator.rewards.scoring import RewardEndpoint
+from shoal_coordinator.reward_watch import RewardWatch
+from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.roster import Roster
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
@@ -68,6 +70,7 @@ class Fleet:
         self._reward_pool = reward_pool
         self._now_s = now_s
         self._roster = Roster(connector, config, clock, waits)
+        self._reward_watch = RewardWatch(self._roster.rewards.values, self._wake)
         lease_s = config.coordinator.lease_s
         self._pusher = MemberPusher(config.push, lease_s=lease_s, history=history, clock=clock, waits=waits, now_s=now_s)
         self._auditor = Auditor(config)
@@ -88,6 +91,14 @@ class Fleet:
     def rollouts(self) -> tuple[RolloutMember, ...]:
         """All registered rollout servers."""
         return tuple(self._roster.rollouts.values())
+
+    def rewards(self) -> tuple[RewardMember, ...]:
+        """All reward servers, those that are registered and those that the coordinator asks itself."""
+        return tuple(self._roster.rewards.values())
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return when a service has come, gone or changed, or after timeout_s."""
+        await _wait_for(self._changed, timeout_s)
 
     def ready_rollouts(self) -> tuple[RolloutMember, ...]:
         """The rollout servers that may take traffic."""
@@ -127,7 +138,9 @@ class Fleet:
         return "silent" if member is None or member.suspect else "fenced"
 
     def fenced_because(self, info: ServiceInfo) -> str:
-        """What the last push or audit found wrong with a rollout server; empty if nothing."""
+        """What the last push or audit found wrong with a rollout server, or why a reward server is not used; empty if nothing."""
+        if (reward := self._roster.rewards.get(info.service_id)) is not None:
+            return reward.problem
         member = self._roster.rollouts.get(info.service_id)
         return "" if member is None else member.wrong or member.last_error
 
@@ -208,6 +221,7 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._roster.run())
+                group.create_task(self._reward_watch.run())
                 group.create_task(self._watch_versions())
                 await self._catch_up_forever()
         finally:
@@ -226,7 +240,7 @@ class Fleet:
 
     async def _probe_suspects(self) -> bool:
         """Ask suspects whether they answer again; False if some do not."""
-        suspects = [member for member in self._roster.members() if member.suspect]
+        suspects = [member for member in self.rollouts() if member.suspect]
         for member in suspects:
             try:
                 await member.probe()
@@ -344,6 +358,7 @@ class Fleet:
         self._update_pools()
         self._changed.set()
         self._changed = asyncio.Event()
+        self._reward_watch.wake()
         self._registry.wake_waiters()
 
     def _update_pools(self) -> None:
@@ -356,7 +371,7 @@ class Fleet:
         return WatchedRollout(member.client, lambda: self._suspect(member))
 
     def _watched_reward(self, member: RewardMember) -> RewardEndpoint:
-        return WatchedReward(member.client, lambda: self._suspect(member))
+        return WatchedReward(member, lambda: self._suspect(member))
 
 
 async def _wait_for(changed: asyncio.Event, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """Rollout and reward servers as the fleet keeps them.
 
 A member whose call found it unavailable is *suspect*: it takes no traffic until it answers again. Without that, a server
-that died would be given work until its lease expires, and use up every retry of every group.
+that died would be given work until its lease expires, and use up every retry of every group. A reward server begins as a
+suspect: it takes no traffic before it has said which scorers it offers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from shoal.errors import StalePolicyError, UnavailableError
-from shoal.types import Completion, SamplingParams, ScoreResult, ScoreSample, ServiceInfo
+from shoal.types import Completion, SamplingParams, ScorerDescription, ScoreResult, ScoreSample, ServiceInfo
 from shoal.weights.plan import ServerPlan
 from shoal_coordinator.connections import RewardCalls, RolloutCalls, SinkConnection
 
@@ -97,18 +98,20 @@ class RolloutMember:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RewardMember:
-    """A reward server."""
+    """A reward server. It is suspect until it has said what it offers; problem: why it has not."""
 
     info: ServiceInfo
     client: RewardCalls
-    suspect: bool = False
+    suspect: bool = True
+    scorers: tuple[ScorerDescription, ...] = ()
+    problem: str = ""
 
     async def probe(self) -> None:
-        """Ask a suspect whether it serves.
+        """Ask a suspect what it offers: it may have been started again with other code.
 
         Raises: ShoalError: it does not answer.
         """
-        await self.client.describe(timeout_s=PROBE_TIMEOUT_S)
+        self.scorers = tuple(await self.client.describe(timeout_s=PROBE_TIMEOUT_S))
 
 
 class WatchedRollout:
@@ -143,14 +146,19 @@ class WatchedRollout:
 class WatchedReward:
     """Scoring that reports when the server is unavailable."""
 
-    def __init__(self, client: RewardCalls, on_unavailable: Callable[[], None]) -> None:
-        self._client = client
+    def __init__(self, member: RewardMember, on_unavailable: Callable[[], None]) -> None:
+        self._member = member
         self._on_unavailable = on_unavailable
+
+    @property
+    def scorers(self) -> Sequence[ScorerDescription]:
+        """What it last said it offers."""
+        return self._member.scorers
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
         """As the client; see `RewardEndpoint`."""
         try:
-            return await self._client.score(scorer, version, samples, timeout_s=timeout_s)
+            return await self._member.client.score(scorer, version, samples, timeout_s=timeout_s)
         except UnavailableError:
             self._on_unavailable()
             raise

@@ -178,7 +178,8 @@ class Registry:
         return self._absent_since_unix_s[kind]
 
     def _check(self, info: ServiceInfo) -> None:
-        if info.run_id != self.run_id:
+        # A reward server may serve several runs, and then belongs to none.
+        if info.run_id != self.run_id and not (info.kind is ServiceKind.REWARD and not info.run_id):
             raise InvalidRequestError(
                 f"service {info.service_id!r} belongs to run {info.run_id!r} but this coordinator drives {self.run_id!r}; "
                 "start it with this run's config or point it at its own coordinator"

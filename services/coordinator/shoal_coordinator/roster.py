@@ -48,10 +48,6 @@ class Roster:
         """Whether the actor or the critic is registered."""
         return any(gang.info.kind is kind for gang in self.gangs.values())
 
-    def members(self) -> list[RolloutMember | RewardMember]:
-        """All rollout and reward servers."""
-        return [*self.rollouts.values(), *self.rewards.values()]
-
     def open(self, info: ServiceInfo) -> None:
         """Connect to a service; nothing is sent yet."""
         if info.kind is ServiceKind.ROLLOUT:

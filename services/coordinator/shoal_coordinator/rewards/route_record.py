@@ -131,7 +131,7 @@ class RouteLedger:
         moved = replace(old, stage=stage, stage_since_unix_s=entry.unix_s)
         if stage is not RouteStage.SHADOW:
             moved = replace(moved, shadow_share=None, gates=None, armed_by=None)
-        return {entry.revision: _detailed(moved, entry)} | self._replaced(entry)
+        return {entry.revision: _detailed(moved, entry), **self._replaced(entry)}
 
     def _added(self, entry: LogEntry) -> RouteRecord:
         if entry.revision != self.next_number or entry.stage != RouteStage.REGISTERED:
