@@ -1,0 +1,1 @@
+"""Calls to servers that score over HTTP: one limit, one rule for retries, one for errors."""
