@@ -109,6 +109,11 @@ class RouteBook:
         """Number of the active revision; 0 before there is one."""
         return self._ledger.active
 
+    @property
+    def previous_number(self) -> int:
+        """What a rollback makes active; 0 if there is nothing to go back to."""
+        return self._ledger.previous
+
     def pin(self) -> RoutePin:
         """Pin the active revision: it is not drained before the pin is released.
 

@@ -25,7 +25,11 @@ Pins: TypeAlias = Mapping[tuple[str, str], str]
 
 
 class NoOfferError(ShoalError):
-    """No server offers what a component asks for; more servers may change that."""
+    """No server offers the scorer that a component asks for; more servers may change that."""
+
+    def __init__(self, message: str, scorer: str) -> None:
+        super().__init__(message)
+        self.scorer = scorer
 
 
 class OtherCodeError(ShoalError):
@@ -95,7 +99,7 @@ def _pin_one(component: RouteComponent, offers: Sequence[Offer], pins: Pins) -> 
     found = [offer for offer in offers if offer.scorer.name == component.scorer and component.version in ("", offer.scorer.version)]
     if not found:
         wanted = f"{component.scorer!r} version {component.version!r}" if component.version else repr(component.scorer)
-        raise NoOfferError(f"no reward server offers scorer {wanted}; there is: {what_there_is(offers)}")
+        raise NoOfferError(f"no reward server offers scorer {wanted}; there is: {what_there_is(offers)}", component.scorer)
     newest = max((offer.scorer.version for offer in found), key=version_key)
     codes: dict[str, list[str]] = {}
     for offer in found:
