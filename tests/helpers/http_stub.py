@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,9 @@ async def http_stub(answering: Answering, port: int = 0) -> AsyncIterator[HttpSt
         task = asyncio.current_task()
         assert task is not None
         connections.add(task)
-        await stub.serve(reader, writer)
+        # asyncio reports a connection's task that ends as cancelled.
+        with suppress(asyncio.CancelledError):
+            await stub.serve(reader, writer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", port, backlog=4096)
     stub.port = server.sockets[0].getsockname()[1]

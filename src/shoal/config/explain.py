@@ -28,6 +28,9 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
 
 def _explained(location: tuple[str, ...], detail: Mapping[str, Any], root: type[BaseModel]) -> str:
     dotted = ".".join(location)
+    if not location:
+        # A rule about several fields of root itself; its message names them.
+        return str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         return _unknown_key(location, root)
     if detail["type"] == "missing":

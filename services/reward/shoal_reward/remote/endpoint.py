@@ -10,8 +10,9 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,6 +38,31 @@ class _Failure:
     is_timeout: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Connections:
+    """Clients of one connection each that nobody uses at present; the last one used is taken first, since it is the likeliest to be open.
+
+    One client with many connections would look at all of them for each request: a fifth of the requests a second at 64 connections.
+    """
+
+    verify: ssl.SSLContext
+    key: str = field(repr=False)
+    free: list[httpx.AsyncClient] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[httpx.AsyncClient]:
+        client = self.free.pop() if self.free else self._new()
+        try:
+            yield client
+        finally:
+            self.free.append(client)
+
+    def _new(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+        # The environment's proxies and .netrc must not see tokens and responses. Times are kept outside.
+        return httpx.AsyncClient(verify=self.verify, limits=limits, timeout=None, follow_redirects=False, trust_env=False)  # noqa: S113
+
+
 _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 
 
@@ -53,14 +79,15 @@ class JsonEndpoint:
     """Posts JSON to one server."""
 
     def __init__(self, settings: EndpointSection) -> None:
-        """Open nothing yet: the client belongs to the event loop that calls first.
+        """Open nothing yet.
 
         Raises: ConfigError: api_key_file or ca_file cannot be read.
         """
         self._settings = settings
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, str]] = WeakKeyDictionary()
+        # Connections belong to the event loop that opened them.
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = WeakKeyDictionary()
         _read_key(settings.api_key_file)
-        _verification(settings)
+        self._verify = _verification(settings)
 
     def __repr__(self) -> str:
         """Name the server; the token is in no attribute that a repr reaches."""
@@ -108,11 +135,11 @@ class JsonEndpoint:
 
     async def _try_once(self, path: str, content: bytes, remaining_s: float) -> dict[str, Any] | _Failure:
         timeout_s = min(self._settings.timeout_s, remaining_s)
-        client, key = self._client()
+        connections = self._connections_here()
         try:
             # httpx's own timeouts are per read: a server that sends a byte now and then would never hit them.
-            async with asyncio.timeout(timeout_s):
-                return await self._exchange(client, key, path, content)
+            async with connections.one() as client, asyncio.timeout(timeout_s):
+                return await self._exchange(client, connections.key, path, content)
         except TimeoutError:
             return _Failure(f"did not answer within {timeout_s:.3g} s", is_timeout=True)
         except httpx.TransportError as error:
@@ -158,28 +185,20 @@ class JsonEndpoint:
             raise CodecError(f"{self._settings.url} answered 200 with {type(answer).__name__}, not a JSON object: {_excerpt(text, key)}")
         return answer
 
-    def _client(self) -> tuple[httpx.AsyncClient, str]:
+    def _connections_here(self) -> _Connections:
         loop = asyncio.get_running_loop()
-        found = self._clients.get(loop)
+        found = self._connections.get(loop)
         if found is None:
-            found = self._clients[loop] = (self._new_client(), _read_key(self._settings.api_key_file))
+            found = self._connections[loop] = _Connections(self._verify, _read_key(self._settings.api_key_file))
         return found
 
-    def _new_client(self) -> httpx.AsyncClient:
-        settings = self._settings
-        limits = httpx.Limits(max_connections=settings.max_open, max_keepalive_connections=settings.max_open)
-        # The environment's proxies and .netrc must not see tokens and responses.
-        return httpx.AsyncClient(
-            verify=_verification(settings), limits=limits, timeout=settings.timeout_s, follow_redirects=False, trust_env=False
-        )
 
-
-def _verification(settings: EndpointSection) -> ssl.SSLContext | bool:
+def _verification(settings: EndpointSection) -> ssl.SSLContext:
     if settings.url.startswith("http://"):
         # Reading the system's certificates takes long and nothing would be checked against them.
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if settings.ca_file is None:
-        return True
+        return httpx.create_ssl_context(trust_env=False)
     try:
         return ssl.create_default_context(cafile=settings.ca_file)
     except (OSError, ssl.SSLError) as error:

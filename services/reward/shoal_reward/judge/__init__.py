@@ -1,0 +1,1 @@
+"""Scores by a language model that reads a rubric."""
