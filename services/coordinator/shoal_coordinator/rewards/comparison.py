@@ -4,9 +4,9 @@ Only samples that both have scored are compared; samples without a score count i
 latest samples, in whole groups, at most MAX_KEPT_SAMPLES: memory stays bounded, and a service that was repaired is not measured by
 what it was. Standard deviations are those of the population, as everywhere in Shoal; percentiles are linear between ranks.
 
-Latency of a sample: the largest `latency_ms` that a component of the revision reported for it, since components are asked side by
-side. It is the server's own measure, on both sides, so that a shadow with little traffic is compared with an active route under load
-by the same clock; a sample for which nothing was reported (0), such as one whose call failed, has none.
+Latency of a sample: that of its combined result, the largest `latency_ms` that a component of the revision reported for it, since
+components are asked side by side. It is the server's own measure, on both sides, so that a shadow with little traffic is compared with
+an active route under load by the same clock; a sample for which nothing was reported (0), such as one whose call failed, has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 from shoal_coordinator.rewards.agreement import Float64Array, PairCount, Percentiles, count_pairs, pearson, percentiles, spearman, z_scores
-from shoal_coordinator.rewards.scored import ComponentResult
 
 MAX_KEPT_SAMPLES = 20_000
 MAX_POINTS = 2_000
@@ -109,16 +108,15 @@ class ComparedGroup:
         return _both(self.active, self.shadow)
 
 
-def verdicts_of(results: Sequence[ScoreResult], components: Sequence[Sequence[ComponentResult]]) -> tuple[Verdict, ...]:
+def verdicts_of(results: Sequence[ScoreResult]) -> tuple[Verdict, ...]:
     """What a revision says of a group.
 
     Args:
-        results: combined, by completion.
-        components: what they were combined from, by completion.
+        results: combined (`shoal_coordinator.rewards.combine`), by completion.
     """
     return tuple(
-        Verdict(status=result.status, value=result.value, latency_ms=_latency_ms(own))
-        for result, own in zip(results, components, strict=True)
+        Verdict(status=result.status, value=result.value, latency_ms=result.latency_ms if result.latency_ms > 0 else None)
+        for result in results
     )
 
 
@@ -197,10 +195,6 @@ class ComparisonTally:
 def _both(active: Sequence[Verdict], shadow: Sequence[Verdict]) -> list[int]:
     scored = ScoreStatus.SCORED
     return [place for place, pair in enumerate(zip(active, shadow, strict=True)) if pair[0].status is scored and pair[1].status is scored]
-
-
-def _latency_ms(components: Sequence[ComponentResult]) -> float | None:
-    return max((component.result.latency_ms for component in components if component.result.latency_ms > 0), default=None)
 
 
 def _cut(text: str) -> str:

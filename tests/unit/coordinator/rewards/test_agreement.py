@@ -64,7 +64,8 @@ def test_percentiles_are_those_of_scipy(values: list[float]) -> None:
 
 
 def test_percentiles_are_linear_between_ranks_and_none_without_values() -> None:
-    assert percentiles(np.array([10.0, 20.0, 30.0, 40.0])) == Percentiles(p50=25.0, p95=pytest.approx(38.5), p99=pytest.approx(39.7))
+    found = percentiles(np.array([10.0, 20.0, 30.0, 40.0]))
+    assert [found.p50, found.p95, found.p99] == pytest.approx([25.0, 38.5, 39.7])
     assert percentiles(np.array([])) == Percentiles(p50=None, p95=None, p99=None)
 
 
