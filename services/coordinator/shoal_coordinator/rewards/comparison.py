@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -152,9 +152,11 @@ class ComparisonTally:
         self._num_kept = 0
         self._num_groups = 0
         self._num_samples = 0
+        self._latest: Comparison | None = None
 
     def add(self, group: ComparedGroup) -> None:
         """Count a group; the oldest ones are forgotten when there are too many samples."""
+        self._latest = None
         self._groups.append(group)
         self._num_kept += len(group.sample_ids)
         self._num_groups += 1
@@ -163,7 +165,12 @@ class ComparisonTally:
             self._num_kept -= len(self._groups.popleft().sample_ids)
 
     def comparison(self) -> Comparison:
-        """The comparison so far."""
+        """The comparison so far; computed once for all who ask between two groups."""
+        if self._latest is None:
+            self._latest = self._compare()
+        return replace(self._latest, num_dropped=self.num_dropped)
+
+    def _compare(self) -> Comparison:
         groups = tuple(self._groups)
         places = [(group, place) for group in groups for place in group.both]
         active = np.array([group.active[place].value for group, place in places], np.float64)
@@ -176,7 +183,6 @@ class ComparisonTally:
             active=self.active,
             num_groups=self._num_groups,
             num_samples=self._num_samples,
-            num_dropped=self.num_dropped,
             mean=Sides(active=_mean(active), shadow=_mean(shadow)),
             std=Sides(active=_std(active), shadow=_std(shadow)),
             pearson=pearson(active, shadow),
