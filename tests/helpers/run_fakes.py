@@ -21,6 +21,7 @@ from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.evaluation import Evaluation
 from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink
 from shoal_coordinator.prompts import PromptPosition
+from shoal_coordinator.rewards.probes import ProbeSet
 from shoal_coordinator.states import RunState
 from shoal_coordinator.workload import Workload
 
@@ -269,6 +270,7 @@ class FakeWorkload:
     def __init__(self, log: list[str], held_out: bool) -> None:
         self.queue = ListQueue()
         self.has_held_out = held_out
+        self.probes = ProbeSet()
         self.hold_at: int | None = None
         self.holding = asyncio.Event()
         self.release = asyncio.Event()
@@ -344,7 +346,7 @@ class RunHarness:
 
     async def __aenter__(self) -> Self:
         self.coordinator.machine.subscribe(self._note)
-        work = [self.coordinator.fleet.run(), self.coordinator.run.execute()]
+        work = [self.coordinator.run.execute(), self.coordinator.fleet.run(), self.coordinator.rewards.run()]
         self._tasks = [asyncio.create_task(task) for task in work]
         return self
 
@@ -353,11 +355,12 @@ class RunHarness:
             task.cancel()
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         self._sink.__exit__()
+        self.coordinator.close()
         assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
 
     def cancel_run(self) -> None:
         """As SIGTERM does."""
-        self._tasks[1].cancel()
+        self._tasks[0].cancel()
 
     def join(self, service_id: str, *, incarnation: str = "a", policy_version: int = 0) -> str:
         """Register a service; its lease id."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import registry_pb2_grpc
 from shoal.telemetry.logs import get_logger
 from shoal_coordinator.backend import RunBackend
+from shoal_coordinator.backend_rewards import RouteBackend
 from shoal_coordinator.connections import Connector, GrpcConnector
 from shoal_coordinator.control import RunControl
 from shoal_coordinator.dispatcher import RolloutEndpoint
@@ -26,7 +27,8 @@ from shoal_coordinator.registry import Registry
 from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
 from shoal_coordinator.report import public_config, write_json_atomically
 from shoal_coordinator.rest import RestServer, create_app
-from shoal_coordinator.rewards.scoring import RewardEndpoint
+from shoal_coordinator.rewards.assembly import build_reward_path
+from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.run import Run, RunParts
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
@@ -64,15 +66,19 @@ class Coordinator:
         clock, waits, history = StageClock(), WaitBoard(), PushHistory()
         rollout_pool = ServerPool[RolloutEndpoint]("rollout server", waits)
         reward_pool = ServerPool[RewardEndpoint]("reward server", waits)
+        connections = GrpcConnector(config.security) if connector is None else connector
         self.fleet = Fleet(
             registry=self.registry,
-            connector=GrpcConnector(config.security) if connector is None else connector,
+            connector=connections,
             config=config,
             clock=clock,
             waits=waits,
             history=history,
             rollout_pool=rollout_pool,
             reward_pool=reward_pool,
+        )
+        self.rewards = build_reward_path(
+            config, registry=self.registry, connector=connections, servers=self.fleet, pool=reward_pool, waits=waits
         )
         parts = RunParts(
             config=config,
@@ -84,9 +90,11 @@ class Coordinator:
             clock=clock,
             waits=waits,
             open_workload=make_workload or (lambda: open_workload(config, rollout_pool, reward_pool, clock)),
+            open_route=self.rewards.lifecycle.open,
         )
         self.run = Run(parts)
-        self.backend = RunBackend(self.run, parts, self.registry)
+        self.backend = RunBackend(self.run, parts, self.registry, self.rewards.book)
+        self.reward_backend = RouteBackend(self.rewards)
 
     async def serve(self, stop: asyncio.Event, *, ready_file: Path | None = None, exit_when_done: bool = False) -> RunState:
         """Serve until stop is set, or until the run is over if exit_when_done.
@@ -97,8 +105,14 @@ class Coordinator:
         Returns: the run's last state.
         Raises: ConfigError: a port is in use.
         """
+        try:
+            return await self._serve(stop, ready_file, exit_when_done)
+        finally:
+            self.close()
+
+    async def _serve(self, stop: asyncio.Event, ready_file: Path | None, exit_when_done: bool) -> RunState:
         section = self.config.coordinator
-        rest = RestServer(create_app(self.backend), section.host, section.rest_port)
+        rest = RestServer(create_app(self.backend, self.reward_backend), section.host, section.rest_port)
         rpc = RpcServer(section.host, section.grpc_port, self.config.security)
         rpc.add(
             lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server), SERVICE_NAME
@@ -106,7 +120,7 @@ class Coordinator:
         grpc_port = await rpc.start()
         try:
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self.registry.run_expiry()), group.create_task(self.fleet.run())]
+                background = [group.create_task(work) for work in self.background()]
                 serving = group.create_task(rest.serve())
                 await rest.wait_started(REST_START_S)
                 rpc.set_serving(True)
@@ -122,6 +136,14 @@ class Coordinator:
         finally:
             await rpc.stop(STOP_GRACE_S)
         return self.machine.state
+
+    def background(self) -> tuple[Coroutine[None, None, None], ...]:
+        """What must run beside the run itself until it is cancelled."""
+        return self.registry.run_expiry(), self.fleet.run(), self.rewards.run()
+
+    def close(self) -> None:
+        """Let go of the files of the run's folder."""
+        self.rewards.close()
 
     async def _run_until(self, stop: asyncio.Event, exit_when_done: bool) -> None:
         running = asyncio.create_task(self.run.execute())
@@ -140,6 +162,7 @@ class Coordinator:
     def _announce(self, ready_file: Path | None, grpc_port: int, rest_port: int) -> None:
         host = self.config.coordinator.host
         addresses = {"grpc_address": join_address(host, grpc_port), "rest_address": join_address(host, rest_port)}
+        self.backend.grpc_address = addresses["grpc_address"]
         log.info("coordinator_ready", **addresses)
         if ready_file is not None:
             try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 
+from shoal_coordinator.alerts import RunAlert
 from shoal_coordinator.audit_report import AuditReport, ProbeAgreement, ServerAudit
 from shoal_coordinator.fleet import Fleet
 from shoal_coordinator.push_history import PushEntry, PushHistory
 from shoal_coordinator.push_report import ServerReport, share_of
 from shoal_coordinator.registry import Lease, Registry
 from shoal_coordinator.rest_models import (
+    AlertModel,
     AuditModel,
     Command,
     EvaluationModel,
@@ -23,6 +25,7 @@ from shoal_coordinator.rest_models import (
     StatusModel,
     WaitModel,
 )
+from shoal_coordinator.rewards.book import RouteBook
 from shoal_coordinator.run import Run, RunParts
 from shoal_coordinator.waiting import Wait
 
@@ -30,10 +33,13 @@ from shoal_coordinator.waiting import Wait
 class RunBackend:
     """The `RestBackend` of a real run."""
 
-    def __init__(self, run: Run, parts: RunParts, registry: Registry) -> None:
+    def __init__(self, run: Run, parts: RunParts, registry: Registry, book: RouteBook) -> None:
         self._run = run
         self._parts = parts
         self._registry = registry
+        self._book = book
+        self.grpc_address: str | None = None
+        """Where services register; set once it is served."""
 
     def status(self) -> StatusModel:
         """Where the run is."""
@@ -55,6 +61,9 @@ class RunBackend:
             wall_s=progress.wall_s,
             run_folder=parts.config.run.folder,
             pushes=_push_summary(parts.history),
+            alert=_alert_model(parts.control.alerts.current),
+            route_revision=self._book.active_number,
+            grpc_address=self.grpc_address,
         )
 
     def services(self) -> list[ServiceModel]:
@@ -80,6 +89,12 @@ class RunBackend:
     def command(self, command: Command) -> None:
         """Pause, resume or stop. Raises: StateError: not possible now."""
         self._parts.control.command(command)
+
+
+def _alert_model(alert: RunAlert | None) -> AlertModel | None:
+    if alert is None:
+        return None
+    return AlertModel(what=alert.what, service=alert.service, error=alert.error, since_unix_s=alert.since_unix_s)
 
 
 def _wait_model(wait: Wait) -> WaitModel:

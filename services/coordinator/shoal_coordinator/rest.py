@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError
+from shoal.errors import CapacityError, ConfigError, DeadlineError, InvalidRequestError, NotFoundError, ShoalError, StateError
 from shoal_coordinator.rest_models import (
     AuditModel,
     AuditsModel,
@@ -34,6 +34,8 @@ from shoal_coordinator.rest_models import (
     StatusModel,
     StepsModel,
 )
+from shoal_coordinator.rest_rewards import RewardBackend, add_reward_routes
+from shoal_coordinator.rewards.route_record import UnknownRevisionError
 
 MAX_STEPS_PER_PAGE = 10_000
 MAX_PUSHES_PER_PAGE = 1_000
@@ -76,12 +78,13 @@ class Backend(RestBackend, AuditBackend, Protocol):
     """Everything that the API is over."""
 
 
-def create_app(backend: Backend) -> FastAPI:
-    """Build the API over a backend."""
+def create_app(backend: Backend, rewards: RewardBackend) -> FastAPI:
+    """Build the API over the backends of the run and of its reward routes."""
     app = FastAPI(title="Shoal coordinator", version="1", description="Control and watch one training run.")
     _add_reads(app, backend)
     _add_commands(app, backend)
     _add_audits(app, backend)
+    add_reward_routes(app, rewards)
     _add_process_routes(app)
     _add_error_handlers(app)
     return app
@@ -167,7 +170,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error(422, f"{where}: {first['msg']}", repr(first.get("input")), f"correct {where}; /docs has its range")
 
     async def on_state(request: Request, error: ShoalError) -> JSONResponse:
-        return _error(409, str(error), request.url.path, "look at /v1/status and try again when the state allows it")
+        where = "/v1/rewards" if request.url.path.startswith("/v1/rewards") else "/v1/status"
+        return _error(409, str(error), request.url.path, f"look at {where} and try again when the state allows it")
+
+    async def on_unknown(request: Request, error: ShoalError) -> JSONResponse:
+        return _error(404, str(error), request.url.path, "give the number of a revision that /v1/rewards lists")
+
+    async def on_invalid(request: Request, error: ShoalError) -> JSONResponse:
+        return _error(422, str(error), request.url.path, "correct the body; /docs has its fields")
 
     async def on_late(request: Request, error: DeadlineError) -> JSONResponse:
         return _error(504, str(error), request.url.path, "give a longer timeout_s, or try again when the run is between pushes")
@@ -177,6 +187,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         (RequestValidationError, on_validation),  # type: ignore[list-item]
         (StateError, on_state),  # type: ignore[list-item]
         (NotFoundError, on_state),  # type: ignore[list-item]
+        (UnknownRevisionError, on_unknown),  # type: ignore[list-item]
+        (CapacityError, on_state),  # type: ignore[list-item]
+        (InvalidRequestError, on_invalid),  # type: ignore[list-item]
         (DeadlineError, on_late),  # type: ignore[list-item]
     ]
     for kind, handler in handlers:

@@ -57,6 +57,8 @@ class EvaluationModel(_Answer):
     """Share of answers that the length limit ended."""
     source_accuracy: dict[str, float]
     """Accuracy of each source of reward.sources."""
+    reward_revision: int = 0
+    """Revision of the reward route that scored it; 0 where it is not known."""
     num: int
     """Answers asked for."""
     num_rows: int
@@ -96,6 +98,19 @@ class PushSummaryModel(_Answer):
     """equal or differs, of the last audit; unknown if a server could not be compared; null if there was none."""
 
 
+class AlertModel(_Answer):
+    """Why the run waits for a human."""
+
+    what: str
+    """What is wrong."""
+    service: str
+    """The scorer and its servers."""
+    error: str
+    """What it answered."""
+    since_unix_s: float
+    """Since when."""
+
+
 class StatusModel(_Answer):
     """Where the run is."""
 
@@ -131,6 +146,12 @@ class StatusModel(_Answer):
     """Folder with metrics, report and export."""
     pushes: PushSummaryModel | None
     """Weight pushes; null before the first that was committed."""
+    alert: AlertModel | None
+    """Why the run waits for a human; null if it does not."""
+    route_revision: int
+    """Revision of the reward route that scores new groups; 0 before there is one."""
+    grpc_address: str | None
+    """host:port where services register; null before it is served."""
 
 
 class ServiceModel(_Answer):
@@ -149,9 +170,10 @@ class ServiceModel(_Answer):
     policy_version: int
     """Version that it serves (rollout servers)."""
     state: str
-    """ready; fenced: takes no traffic until a weight push has reached it; silent: a call found it unavailable."""
+    """ready; fenced: takes no traffic until a weight push has reached it; silent: a call found it unavailable, or a reward server has
+    not said yet what it offers."""
     fenced_because: str
-    """What the last push or audit found wrong with it; empty if nothing."""
+    """What the last push or audit found wrong with it, or why a reward server is not used; empty if nothing."""
     registered_unix_s: float
     """When it registered."""
     renewed_unix_s: float

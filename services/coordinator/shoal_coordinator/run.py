@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from shoal_coordinator.loop_state import STATE_NAME, GangMark, LoopJournal, find
 from shoal_coordinator.metrics_sink import MetricsSink
 from shoal_coordinator.push_history import PushHistory
 from shoal_coordinator.report import LoggedEvaluation, RunOutcome, build_report, write_json_atomically
+from shoal_coordinator.rewards.probes import ProbeSet
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.states import RunState, StateMachine
 from shoal_coordinator.step import GangRole, StepRunner
@@ -39,7 +40,10 @@ EXPORT_NAME = "export"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """What a run is made of. open_workload loads data and connects to the queue."""
+    """What a run is made of.
+
+    open_workload: loads data and connects to the queue. open_route: makes sure that a revision of the reward route is active.
+    """
 
     config: RunConfig
     machine: StateMachine
@@ -50,6 +54,8 @@ class RunParts:
     clock: StageClock
     waits: WaitBoard
     open_workload: Callable[[], AbstractAsyncContextManager[Workload]]
+    open_route: Callable[[ProbeSet], Awaitable[None]]
+    open_route: Callable[[ProbeSet], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -110,7 +116,7 @@ class Run:
             # STARTING until the model's limits, the data and Redis have been found good: whoever starts services may wait for that.
             self._machine.go(RunState.WAITING_FOR_SERVICES)
             self._fleet.set_probe_prompts(workload.probe_prompts(self._config.push.audit_prompts))
-            if not await self._unless_stopped(self._wait_for_services()):
+            if not await self._unless_stopped(self._begin(workload)):
                 self._end(RunState.STOPPED)
                 return
             runner = await self._prepare(workload)
@@ -119,6 +125,10 @@ class Run:
             while await self._may_step():
                 await self._step(runner, workload)
             await self._finish(workload)
+
+    async def _begin(self, workload: Workload) -> None:
+        await self._wait_for_services()
+        await self._parts.open_route(workload.probes)
 
     async def _prepare(self, workload: Workload) -> StepRunner:
         """Learn where the gangs are; from here on their state is needed."""
@@ -189,10 +199,7 @@ class Run:
         self.progress.evaluations.append(evaluation)
         self._parts.sink.add_evaluation(evaluation)
 
-    async def _finish(self, workload: Workload) -> None:
-        evaluations = self.progress.evaluations
-        if workload.has_held_out and evaluations[-1].step != self.progress.step:
-            await self._evaluate(workload)
+    async def _finish(self) -> None:
         stopped = self._parts.control.stop_requested
         self._machine.go(RunState.FINISHING)
         result = await self._fleet.gang(ServiceKind.ACTOR).export_model(self._export_folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.config.models import RunConfig
@@ -13,13 +14,17 @@ from shoal.queue.entries import QueuedGroup
 from shoal.queue.experience import ExperienceQueue
 from shoal.telemetry.logs import get_logger
 from shoal.types import Int32Array
+from shoal_coordinator.alerts import Attention
 from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.data_loading import LoadedData, load_data
 from shoal_coordinator.dispatcher import Dispatcher, RolloutEndpoint, training_request
 from shoal_coordinator.evaluation import Evaluation, evaluate, greedy_request
 from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptPosition, PromptSource
-from shoal_coordinator.rewards.scoring import GroupScorer, RewardEndpoint
+from shoal_coordinator.rewards.calls import ScorerCalls
+from shoal_coordinator.rewards.probes import ProbeSet
+from shoal_coordinator.rewards.scored import RouteSource, ScoredGroupListener
+from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 
@@ -28,6 +33,20 @@ log = get_logger(__name__)
 REDIS_START_S = 30.0
 """The queue's server may be started together with the coordinator."""
 REDIS_RETRY_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardAccess:
+    """What a workload needs to have its groups scored.
+
+    calls: the way to the reward servers. routes: which revision scores new groups. attention: pauses the run when too many samples have
+    no score. shadow: sees every group that was scored.
+    """
+
+    calls: ScorerCalls
+    routes: RouteSource
+    attention: Attention
+    shadow: ScoredGroupListener | None = None
 
 
 class GroupQueue(Protocol):
@@ -60,8 +79,18 @@ class Workload(Protocol):
         ...
 
     @property
+    def probes(self) -> ProbeSet:
+        """Samples to try a new revision of the reward route on."""
+        ...
+
+    @property
     def position(self) -> PromptPosition:
         """The next prompt to issue."""
+        ...
+
+    @property
+    def probes(self) -> ProbeSet:
+        """What new reward routes are tried on."""
         ...
 
     def seek(self, position: PromptPosition) -> None:
@@ -73,11 +102,11 @@ class Workload(Protocol):
         ...
 
     async def collect(self, policy_version: int) -> CollectedExperience:
-        """Generate, score and queue the next step's groups."""
+        """Generate, score and queue the next step's groups. Raises: StoppedWhilePausedError: see `ExperienceCollector.collect`."""
         ...
 
     async def evaluate(self, policy_version: int) -> Evaluation:
-        """Evaluate on the held-out rows."""
+        """Evaluate on the held-out rows. Raises: StoppedWhilePausedError: see `shoal_coordinator.evaluation.evaluate`."""
         ...
 
 
@@ -90,21 +119,17 @@ class TrainingWorkload:
         data: LoadedData,
         queue: ExperienceQueue,
         rollout_pool: ServerPool[RolloutEndpoint],
-        reward_pool: ServerPool[RewardEndpoint],
+        rewards: RewardAccess,
         clock: StageClock,
     ) -> None:
         self._config = config
         self._data = data
         self.queue = queue
+        self.probes = ProbeSet.from_rows(data.train, data.tokenizer, source_key=config.data.source_key)
         self._source = self._source_at(PromptPosition())
-        self._scorer = GroupScorer(
-            reward_pool,
-            config.reward,
-            data.tokenizer,
-            clock,
-            wait_for_server_s=config.coordinator.ready_timeout_s,
-            source_key=config.data.source_key,
-        )
+        self._rewards = rewards
+        self._scorer = GroupScorer(rewards.calls, data.tokenizer, clock, source_key=config.data.source_key)
+        self.probes = ProbeSet.from_rows(data.train, data.tokenizer, source_key=config.data.source_key)
         self._dispatcher = Dispatcher(
             rollout_pool,
             config.rollout,
@@ -117,11 +142,14 @@ class TrainingWorkload:
             self._dispatcher,
             self._scorer,
             queue,
+            routes=rewards.routes,
+            attention=rewards.attention,
             clock=clock,
             run_id=config.run.id,
             tokenizer_hash=data.tokenizer.tokenizer_hash,
             max_unscored_share=config.reward.max_unscored_share,
-            scorer_name=", ".join(config.reward.scorers),
+            shadow=rewards.shadow,
+            probes=self.probes,
         )
 
     @property
@@ -170,6 +198,8 @@ class TrainingWorkload:
             self._dispatcher,
             self._scorer,
             self._config,
+            routes=self._rewards.routes,
+            attention=self._rewards.attention,
             stop_token_ids=self._data.stop_token_ids,
             min_policy_version=policy_version,
         )
@@ -180,7 +210,7 @@ class TrainingWorkload:
 
 @asynccontextmanager
 async def open_workload(
-    config: RunConfig, rollout_pool: ServerPool[RolloutEndpoint], reward_pool: ServerPool[RewardEndpoint], clock: StageClock
+    config: RunConfig, rollout_pool: ServerPool[RolloutEndpoint], rewards: RewardAccess, clock: StageClock
 ) -> AsyncIterator[TrainingWorkload]:
     """Load data and connect to Redis; closes the queue at the end.
 
@@ -192,7 +222,7 @@ async def open_workload(
     try:
         await queue.clear()
         data = await asyncio.to_thread(load_data, config)
-        yield TrainingWorkload(config, data, queue, rollout_pool, reward_pool, clock)
+        yield TrainingWorkload(config, data, queue, rollout_pool, rewards, clock)
     finally:
         await queue.close()
 

@@ -14,6 +14,10 @@ from shoal_coordinator.rewards.route import RouteComponent, RouteRevision
 from shoal_coordinator.rewards.route_stages import RouteStage, check_transition
 
 
+class UnknownRevisionError(NotFoundError):
+    """There is no revision of that number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRecord:
     """A revision and where it is.
@@ -73,13 +77,13 @@ class RouteLedger:
     def record(self, number: int) -> RouteRecord:
         """A revision.
 
-        Raises: NotFoundError: there is none of that number; says which there are.
+        Raises: UnknownRevisionError: there is none of that number; says which there are.
         """
         try:
             return self._records[number]
         except KeyError:
             there_is = ", ".join(map(str, self._records)) or "none"
-            raise NotFoundError(f"the reward route has no revision {number}; there is: {there_is}") from None
+            raise UnknownRevisionError(f"the reward route has no revision {number}; there is: {there_is}") from None
 
     def records(self) -> tuple[RouteRecord, ...]:
         """All revisions, oldest first."""
