@@ -1,4 +1,4 @@
-"""Imports the modules that hold scorers."""
+"""Imports the modules that hold scorers, and builds those of known kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,32 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from shoal.config.reward_service import RewardServiceSettings
 from shoal.errors import ConfigError
+from shoal.reward import REGISTRY, Scorer
+from shoal.types import ScorerDescription
+from shoal_reward.kinds import build_scorer
+
+
+def load_scorers(settings: RewardServiceSettings) -> None:
+    """Register every scorer of a reward service in `shoal.reward.REGISTRY`.
+
+    Raises: ConfigError: a module or definition cannot be used, or a name and version are taken.
+    """
+    load_modules(settings.modules)
+    for name, definition in settings.scorers.items():
+        REGISTRY.add(build_scorer(name, definition))
+
+
+def describe(scorer: Scorer) -> ScorerDescription:
+    """What others are told of a scorer."""
+    return ScorerDescription(
+        name=scorer.name,
+        version=scorer.version,
+        description=scorer.description,
+        fingerprint=scorer.fingerprint,
+        needs_token_ids=scorer.needs_token_ids,
+    )
 
 
 def load_modules(modules: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 
 MAX_MESSAGE_CHARS = 500
 DEADLINE_MESSAGE = "deadline: the scorer had not finished when the request's time was up"
+OUT_OF_MEMORY = "MemoryError: the scorer reached the memory limit of its process on this sample"
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -32,7 +33,8 @@ def outcome(sample: ScoreSample, returned: object, latency_ms: float) -> ScoreRe
 
 def raised(sample: ScoreSample, error: BaseException, latency_ms: float) -> ScoreResult:
     """Turn an exception of a scorer into an error of this sample."""
-    return failure(sample.sample_id, f"{type(error).__name__}: {error}", latency_ms)
+    message = OUT_OF_MEMORY if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+    return failure(sample.sample_id, message, latency_ms)
 
 
 def failure(sample_id: str, message: str, latency_ms: float) -> ScoreResult:

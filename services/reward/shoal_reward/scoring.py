@@ -1,9 +1,10 @@
-"""Runs scorers over batches of samples until a deadline.
+"""Runs scorers in this process over batches of samples until a deadline: those with isolation THREAD or LOOP.
 
 Concurrency: plain scorers run in a bounded pool of threads. A batch starts as one call in one thread, which costs nothing for
 quick scorers; if that has not finished soon, more threads join and take samples from the same batch. A sample that outlives
 the deadline keeps its thread until it returns (threads cannot be killed), its late result is dropped, and samples that find no
-free thread before their deadline become errors. Async scorers run on the event loop, a bounded number at a time.
+free thread before their deadline become errors. Async scorers run on the event loop, a bounded number at a time. `prepare` runs
+once, in one of the threads; samples wait for it until their deadline.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from shoal.reward import Scorer
 from shoal.types import ScoreResult, ScoreSample
+from shoal_reward.calling import BatchCall, arguments_of, ms_since, score_alone, score_one, score_together
 from shoal_reward.outcome import DEADLINE_MESSAGE, failure, outcome, raised
+from shoal_reward.preparing import Preparation
 
 HELP_AFTER_S = 0.01
 """A batch that takes longer than this gets more threads."""
@@ -40,6 +42,7 @@ class ScoringPool:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="scorer")
         self._running = 0
         self._running_lock = threading.Lock()
+        self._preparation = Preparation(self._submit)
 
     @property
     def num_running(self) -> int:
@@ -57,6 +60,8 @@ class ScoringPool:
         if not samples:
             return []
         batch = _Batch(scorer, samples, time.monotonic() + budget_s)
+        if (problem := await self._preparation.problem(scorer, batch.remaining_s())) is not None:
+            return batch.close(problem)
         if scorer.is_async:
             await _run_async(batch, self._async_calls(batch))
         else:
@@ -69,12 +74,12 @@ class ScoringPool:
 
     def _async_calls(self, batch: _Batch) -> list[Callable[[], Awaitable[None]]]:
         if batch.scorer.is_batch:
-            return [batch.score_all_async]
+            return [batch.score_together_async]
         calls = min(MAX_ASYNC_SAMPLES, len(batch.samples))
         return [batch.score_next_async] * calls
 
     async def _run_threads(self, batch: _Batch) -> None:
-        work = batch.score_all if batch.scorer.is_batch else batch.score_next
+        work = batch.score_together if batch.scorer.is_batch else batch.score_next
         helpers = 0 if batch.scorer.is_batch else min(self._num_threads, len(batch.samples)) - 1
         futures = [self._submit(work)]
         try:
@@ -114,71 +119,58 @@ class _Batch:
         """Seconds to the deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def close(self) -> list[ScoreResult]:
+    def close(self, problem: str = DEADLINE_MESSAGE) -> list[ScoreResult]:
         """Return the results as they are now; empty slots are errors. Later ones are dropped."""
         waited_ms = (time.monotonic() - self._started) * 1e3
         return [
-            failure(sample.sample_id, DEADLINE_MESSAGE, waited_ms) if result is None else result
+            failure(sample.sample_id, problem, waited_ms) if result is None else result
             for sample, result in zip(self.samples, list(self._results), strict=True)
         ]
 
     def score_next(self) -> None:
         """Score samples until none is left or the deadline has passed."""
-        function = self.scorer.function
         while (index := self._take()) is not None:
-            sample, started = self.samples[index], time.perf_counter()
-            try:
-                returned = function(sample.prompt, sample.response, sample.row)
-                self._results[index] = outcome(sample, returned, _ms_since(started))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a scorer raises is an error of this sample only
-                self._results[index] = raised(sample, error, _ms_since(started))
+            self._results[index] = score_one(self.scorer, self.samples[index])
 
     async def score_next_async(self) -> None:
         """As `score_next`, for a scorer that is a coroutine function."""
-        function = self.scorer.function
         while (index := self._take()) is not None:
             sample, started = self.samples[index], time.perf_counter()
             try:
-                returned = await _awaited(function(sample.prompt, sample.response, sample.row))
-                self._results[index] = outcome(sample, returned, _ms_since(started))
+                returned = await _awaited(self.scorer.function(*arguments_of(self.scorer, sample)))
+                self._results[index] = outcome(sample, returned, ms_since(started))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a scorer raises is an error of this sample only
-                self._results[index] = raised(sample, error, _ms_since(started))
+                self._results[index] = raised(sample, error, ms_since(started))
 
-    def score_all(self) -> None:
-        """Score the whole batch by one call of a batch scorer; an exception is an error of every sample."""
-        started = time.perf_counter()
-        try:
-            self._fill(self.scorer.function(*self._columns()), started)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a scorer raises is an error of this batch only
-            self._fail(error, started)
+    def score_together(self) -> None:
+        """Score the whole batch by one call of a batch scorer; if that raises, by a call for each sample."""
+        results = score_together(self.scorer, self.samples)
+        if results is not None:
+            self._results[:] = results
+            return
+        while (index := self._take()) is not None:
+            self._results[index] = score_alone(self.scorer, self.samples[index])
 
-    async def score_all_async(self) -> None:
-        """As `score_all`, for a scorer that is a coroutine function."""
-        started = time.perf_counter()
+    async def score_together_async(self) -> None:
+        """As `score_together`, for a scorer that is a coroutine function."""
+        call = BatchCall(self.scorer, self.samples)
         try:
-            self._fill(await _awaited(self.scorer.function(*self._columns())), started)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a scorer raises is an error of this batch only
-            self._fail(error, started)
+            self._results[:] = call.results(await _awaited(self.scorer.function(*call.columns)))
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever a scorer raises is told of the samples that raise again
+            while (index := self._take()) is not None:
+                self._results[index] = await _score_alone_async(self.scorer, self.samples[index])
 
     def _take(self) -> int | None:
         index = next(self._indices)
         return index if index < len(self.samples) and time.monotonic() < self._deadline else None
 
-    def _columns(self) -> tuple[list[str], list[str], list[dict[str, object]]]:
-        return (
-            [sample.prompt for sample in self.samples],
-            [sample.response for sample in self.samples],
-            [sample.row for sample in self.samples],
-        )
 
-    def _fill(self, returned: Any, started: float) -> None:  # noqa: ANN401 - user code returns anything
-        scores, latency_ms = list(returned), _ms_since(started)
-        if len(scores) != len(self.samples):
-            raise ValueError(f"the batch scorer returned {len(scores)} scores for {len(self.samples)} samples: return one per sample")
-        self._results[:] = [outcome(sample, score, latency_ms) for sample, score in zip(self.samples, scores, strict=True)]
-
-    def _fail(self, error: BaseException, started: float) -> None:
-        self._results[:] = [raised(sample, error, _ms_since(started)) for sample in self.samples]
+async def _score_alone_async(scorer: Scorer, sample: ScoreSample) -> ScoreResult:
+    call = BatchCall(scorer, [sample])
+    try:
+        return call.results(await _awaited(scorer.function(*call.columns)))[0]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a scorer raises is an error of this sample only
+        return call.failed(error)[0]
 
 
 async def _run_async(batch: _Batch, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -196,7 +188,3 @@ async def _run_async(batch: _Batch, calls: Sequence[Callable[[], Awaitable[None]
 
 async def _awaited(value: object) -> object:
     return await value if isinstance(value, Awaitable) else value
-
-
-def _ms_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3
