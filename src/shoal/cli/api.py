@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError, UnavailableError
+from shoal.errors import ConfigError, DeadlineError, InvalidRequestError, NotFoundError, ShoalError, StateError, UnavailableError
 
 _TIMEOUT_S = 10.0
 _ERRORS: dict[int, type[ShoalError]] = {409: StateError, 504: DeadlineError}
@@ -36,45 +36,52 @@ class CoordinatorApi:
 
     def status(self) -> dict[str, Any]:
         """The run's state, step, version and what it waits for."""
-        return self._get("/v1/status")
+        return self.get("/v1/status")
 
     def services(self) -> list[dict[str, Any]]:
         """Registered services."""
-        found = self._get("/v1/services")
+        found = self.get("/v1/services")
         return list(found["services"])
 
     def steps(self, after: int) -> list[dict[str, Any]]:
         """Metrics of the steps with a higher number than `after`."""
-        found = self._get(f"/v1/steps?after={after}&limit=1000")
+        found = self.get(f"/v1/steps?after={after}&limit=1000")
         return list(found["steps"])
 
     def command(self, name: str) -> dict[str, Any]:
         """POST pause, resume or stop."""
-        return self._send("POST", f"/v1/{name}")
+        return self.post(f"/v1/{name}")
 
     def verify_weights(self, timeout_s: float) -> dict[str, Any]:
         """Compare the servers' weights with the trainer's. Raises: StateError: nothing to compare yet. DeadlineError: not in time."""
         return self._send("POST", f"/v1/weights/verify?timeout_s={timeout_s:g}", timeout_s=timeout_s + _TIMEOUT_S)
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer to GET. Raises ShoalError."""
         return self._send("GET", path)
 
-    def _send(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to POST. Raises ShoalError."""
+        return self._send("POST", path, body=body)
+
+    def _send(self, method: str, path: str, timeout_s: float = _TIMEOUT_S, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            answer = self._client.request(method, path, timeout=timeout_s)
+            answer = self._client.request(method, path, timeout=timeout_s, json=body)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
         if answer.status_code in _ERRORS:
             raise _ERRORS[answer.status_code](_error_text(answer))
         if answer.status_code >= 400:
-            raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {answer.text[:500]}")
+            kind = InvalidRequestError if answer.status_code == 422 else NotFoundError
+            raise kind(f"{method} {self.base_url}{path} answered {answer.status_code}: {_error_text(answer, with_fix=True)}")
         return _body(answer, f"{self.base_url}{path}")
 
 
-def _error_text(answer: httpx.Response) -> str:
-    """What a coordinator says is wrong; the body of anybody else."""
+def _error_text(answer: httpx.Response, *, with_fix: bool = False) -> str:
+    """What a coordinator says is wrong, and what to do if that is not said in the same breath; the body of anybody else."""
     try:
-        return str(answer.json()["error"]["what"])
+        error = answer.json()["error"]
+        return f"{error['what']}; {error['fix']}" if with_fix else str(error["what"])
     except (ValueError, KeyError, TypeError):
         return answer.text[:500]
 

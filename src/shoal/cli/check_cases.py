@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shoal.cases.document import read_case_file
 from shoal.cases.running import CaseResult, run_cases
+from shoal.cli.one_line import one_line
 from shoal.errors import DataError
 
 _UNUSABLE = 2
@@ -24,7 +25,7 @@ def check_cases(path: Path, console: Console, errors: Console) -> int:
     try:
         file = read_case_file(path)
     except DataError as error:
-        errors.print(_in_one_line(f"shoal: {error}"), style="red", highlight=False, soft_wrap=True, markup=False)
+        errors.print(one_line(f"shoal: {error}"), style="red", highlight=False, soft_wrap=True, markup=False)
         return _UNUSABLE
     width = max(len(case.case_id) for case in file.cases)
     num_failed = 0
@@ -38,9 +39,4 @@ def check_cases(path: Path, console: Console, errors: Console) -> int:
 
 def _line(result: CaseResult, width: int) -> str:
     state = "ok" if result.is_ok else f"FAILED  {' | '.join(result.problems)}"
-    return _in_one_line(f"{result.case_id:<{width}}  {result.family:<16}  {state}")
-
-
-def _in_one_line(text: str) -> str:
-    """A name from the file may hold line breaks, terminal controls, or halves of a character, which no terminal can print."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return one_line(f"{result.case_id:<{width}}  {result.family:<16}  {state}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,9 @@ def draw_curves(steps: list[Step], report: dict[str, Any], path: Path) -> None:
     _line(axes[0][1], steps, "kl", "KL to the reference (per token)")
     _line(axes[1][0], steps, "response_length", "response length (tokens)")
     _stages(axes[1][1], steps)
+    swaps = reward_swaps(steps)
     for axis in axes.flat:
+        _mark(axis, swaps)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -67,6 +70,31 @@ def _title(report: dict[str, Any]) -> str:
 def _series(steps: list[Step], key: str) -> tuple[list[float], list[float]]:
     pairs = [(float(s["step"]), float(s[key])) for s in steps if s.get(key) is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def reward_swaps(steps: list[Step]) -> list[tuple[float, int]]:
+    """(step, revision) of the first step of each reward revision but the first one."""
+    x, y = _series(steps, "reward_revision")
+    pairs = list(zip(x, y, strict=True))
+    return [(step, int(revision)) for (_, before), (step, revision) in itertools.pairwise(pairs) if revision != before]
+
+
+def _mark(axis: Axes, swaps: list[tuple[float, int]]) -> None:
+    """A line where another revision of the reward begins."""
+    for step, revision in swaps:
+        # The step before was scored by another revision: the border is between the two.
+        axis.axvline(step - 0.5, color="tab:red", linestyle="--", linewidth=1.2)
+        axis.annotate(
+            f"reward {revision}",
+            (step - 0.5, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -3),
+            textcoords="offset points",
+            va="top",
+            rotation=90,
+            color="tab:red",
+            fontsize="small",
+        )
 
 
 def _line(axis: Axes, steps: list[Step], key: str, title: str, smooth: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shoal.cli.reward.app import reward_app
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -17,6 +18,10 @@ app = typer.Typer(
 
 weights_app = typer.Typer(no_args_is_help=True, help="The weights that rollout servers compute with.")
 app.add_typer(weights_app, name="weights")
+app.add_typer(reward_app, name="reward")
+
+RestAddress = Annotated[str, typer.Option(help="the coordinator's REST address")]
+_REST_ADDRESS = "http://127.0.0.1:8080"
 
 _EXIT_INTERRUPTED = 130
 
@@ -61,11 +66,35 @@ def demo(
 
 
 @app.command()
-def status(address: Annotated[str, typer.Option(help="the coordinator's REST address")] = "http://127.0.0.1:8080") -> None:
+def status(address: RestAddress = _REST_ADDRESS) -> None:
     """Show what a run is doing."""
     from shoal.cli.status import show_status
 
     show_status(address, Console())
+
+
+@app.command()
+def pause(address: RestAddress = _REST_ADDRESS) -> None:
+    """Pause a run before its next step."""
+    from shoal.cli.control import send_command
+
+    send_command(address, "pause", Console())
+
+
+@app.command()
+def resume(address: RestAddress = _REST_ADDRESS) -> None:
+    """Go on after a pause, and after an alert of the reward."""
+    from shoal.cli.control import send_command
+
+    send_command(address, "resume", Console())
+
+
+@app.command()
+def stop(address: RestAddress = _REST_ADDRESS) -> None:
+    """End a run after its current step."""
+    from shoal.cli.control import send_command
+
+    send_command(address, "stop", Console())
 
 
 @app.command()
@@ -109,7 +138,7 @@ def plan(
 
 @weights_app.command()
 def verify(
-    address: Annotated[str, typer.Option(help="the coordinator's REST address")] = "http://127.0.0.1:8080",
+    address: RestAddress = _REST_ADDRESS,
     timeout_s: Annotated[float, typer.Option(min=1, max=3600, help="seconds to wait until the weights are free and compared")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="print the API's answer")] = False,
 ) -> None:

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.one_line import one_line
+
 Step = dict[str, Any]
 
 _ROWS = 12
@@ -61,6 +63,24 @@ def waiting_text(status: dict[str, Any]) -> str:
     return "; ".join([state, *waits])
 
 
+def alert_text(status: dict[str, Any]) -> str:
+    """Why the run paused by itself, since when, and how to go on; empty if it did not."""
+    alert = status.get("alert")
+    if not alert:
+        return ""
+    since = duration_text(max(0.0, time.time() - float(alert["since_unix_s"])))
+    service = f", {alert['service']}" if alert.get("service") else ""
+    advice = "repair it, or change the reward (shoal reward rollback, activate); then: shoal resume"
+    return one_line(f"ALERT for {since}: {alert['what']}{service}: {alert['error']} - {advice}")
+
+
+def duration_text(duration_s: float) -> str:
+    """Seconds as a person says them: 42 s, 3 min, 2.5 h."""
+    if duration_s < 120:
+        return f"{duration_s:.0f} s"
+    return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:.1f} h"
+
+
 def _names(wait: dict[str, Any]) -> str:
     names = ", ".join(wait.get("waits_for") or ())
     return f"{names}: {wait['what']}" if names else str(wait["what"])
@@ -72,6 +92,7 @@ class _PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_state = ""
+        self._last_alert: object = None
 
     def __enter__(self) -> _PlainView:
         return self
@@ -92,6 +113,9 @@ class _PlainView:
         if state != self._last_state and state not in ("rolling_out", "training", "pushing"):
             self.message(f"state: {waiting_text(status)}")
         self._last_state = state
+        if (alert := status.get("alert")) != self._last_alert and alert:
+            self._console.print(alert_text(status), highlight=False, soft_wrap=True, markup=False)
+        self._last_alert = alert
 
 
 class _LiveView:
@@ -129,4 +153,5 @@ class _LiveView:
             table.add_column(title, justify="right")
         for step in self._rows:
             table.add_row(*cells(step))
-        return Group(self._bar, Text(waiting_text(self._status), style="dim"), table)
+        alert = [Text(text, style="bold red")] if (text := alert_text(self._status)) else []
+        return Group(self._bar, Text(waiting_text(self._status), style="dim"), *alert, table)

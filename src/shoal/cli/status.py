@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.api import CoordinatorApi
-from shoal.cli.progress import cells, waiting_text
+from shoal.cli.progress import alert_text, cells, waiting_text
 
 
 def show_status(address: str, console: Console) -> None:
@@ -21,6 +21,10 @@ def show_status(address: str, console: Console) -> None:
         steps = api.steps(max(0, int(status["step"]) - 1))
     console.print(f"run {status['run_id']}: {waiting_text(status)}", highlight=False)
     console.print(f"step {status['step']} of {status['total_steps']}, policy version {status['policy_version']}", highlight=False)
+    if status.get("route_revision"):
+        console.print(f"reward: revision {status['route_revision']} of the route (shoal reward list)", highlight=False)
+    if alert := alert_text(status):
+        console.print(alert, style="bold red", highlight=False, soft_wrap=True, markup=False)
     if status.get("pushes"):
         console.print(push_text(status["pushes"]), highlight=False, soft_wrap=True)
     if status.get("error"):

@@ -1,0 +1,59 @@
+"""The picture of a comparison: every sample's two rewards, and how long both revisions took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.reward.compare import PERCENTILES, headline
+from shoal.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_comparison(found: dict[str, Any], path: Path) -> None:
+    """Write a PNG, or what else the file's name ends in.
+
+    Raises: ConfigError: matplotlib is not installed. DataError: the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}); install shoal-rl[demo], or leave --plot out") from error
+    figure, (points, latencies) = pyplot.subplots(1, 2, figsize=(11, 5), constrained_layout=True, width_ratios=(3, 2))
+    try:
+        figure.suptitle(headline(found))
+        _draw_points(points, found)
+        _draw_latencies(latencies, found)
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--plot {path} cannot be written ({error}); give the path of a .png file in a folder that exists") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_points(axis: Axes, found: dict[str, Any]) -> None:
+    x, y = [point[0] for point in found["points"]], [point[1] for point in found["points"]]
+    axis.scatter(x, y, s=14, alpha=0.35, linewidths=0)
+    if x:
+        low, high = min(*x, *y), max(*x, *y)
+        axis.plot([low, high], [low, high], color="grey", linestyle="--", linewidth=1, label="the same reward")
+        axis.legend(loc="upper left", frameon=False)
+    axis.set_xlabel(f"reward by the active revision {found['active']}")
+    axis.set_ylabel(f"reward by revision {found['number']}")
+    axis.set_title(f"{len(x)} samples" if x else "no sample was scored by both")
+    axis.grid(alpha=0.3)
+
+
+def _draw_latencies(axis: Axes, found: dict[str, Any]) -> None:
+    for offset, side, number in ((-0.2, "active", found["active"]), (0.2, "shadow", found["number"])):
+        heights = [found["latency_ms"][side][name] or 0.0 for name in PERCENTILES]
+        bars = axis.bar([place + offset for place in range(len(PERCENTILES))], heights, width=0.38, label=f"{side} ({number})")
+        axis.bar_label(bars, fmt="%.1f", fontsize="small")
+    axis.set_xticks(range(len(PERCENTILES)), PERCENTILES)
+    axis.set_title("latency of a sample (ms)")
+    axis.legend(frameon=False)
