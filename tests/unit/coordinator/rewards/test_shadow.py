@@ -226,8 +226,9 @@ async def test_queue_is_bounded_by_what_it_holds_in_memory_too() -> None:
     assert runner.comparison(SHADOW).num_dropped == 3
     async with running(runner):
         await compared(runner, 1)
-        runner.offer(make_scored("later", (1.0,), response=huge))
-        assert (await compared(runner, 2)).num_dropped == 3
+        for name in ("later", "last"):
+            runner.offer(make_scored(name, (1.0,), response="x" * (MAX_QUEUED_BYTES // 3)))
+        assert (await compared(runner, 3)).num_dropped == 3
 
 
 async def test_token_ids_count_as_memory() -> None:
