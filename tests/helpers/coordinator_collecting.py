@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
 from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptTask
+from shoal_coordinator.rewards.calls import ScorerCalls
+from shoal_coordinator.rewards.scored import ScoredGroup
 from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RewardSection, RolloutSection
-from shoal.types import ExperienceRecord
+from shoal.types import ExperienceRecord, ScoreSample
 from tests.helpers.coordinator_fakes import (
     VOCAB_SIZE,
     FakeQueue,
@@ -24,17 +27,25 @@ from tests.helpers.coordinator_fakes import (
     reward_pool,
     rollout_pool,
 )
+from tests.helpers.routes import FakeAttention, FakeRoutes, revision_of
 
 
 @dataclass
 class CollectorSetup:
-    """A collector with one rollout and one reward server; prompts are g0, g1, ..., their rows those of `rows` or the default."""
+    """A collector with one rollout and one reward server; prompts are g0, g1, ..., their rows those of `rows` or the default.
+
+    routes: by default what section asks for. repairs: what is done about each alert; without any the run is stopped.
+    """
 
     rollout: FakeRollout = field(default_factory=FakeRollout)
     reward: FakeReward = field(default_factory=FakeReward)
     queue: FakeQueue = field(default_factory=FakeQueue)
     clock: StageClock = field(default_factory=StageClock)
     section: RewardSection = field(default_factory=lambda: RewardSection(scorer="sum"))
+    routes: FakeRoutes | None = None
+    attention: FakeAttention = field(default_factory=FakeAttention)
+    offered: list[ScoredGroup] = field(default_factory=list)
+    probes: list[ScoreSample] = field(default_factory=list)
     max_unscored_share: float = 0.5
     greedy: GenerationRequest | None = None
     max_refills: int | None = None
@@ -52,19 +63,35 @@ class CollectorSetup:
             clock=self.clock,
             wait_for_server_s=1.0,
         )
-        scorer = GroupScorer(reward_pool(r=self.reward), self.section, FakeTokenizer(), self.clock, wait_for_server_s=1.0)
+        if self.routes is None:
+            self.routes = FakeRoutes(revision_of(self.section))
+        scorer = GroupScorer(ScorerCalls(reward_pool(r=self.reward), max_open_requests=64), FakeTokenizer(), self.clock)
         collector = ExperienceCollector(
             dispatcher,
             scorer,
             self.queue,
+            routes=self.routes,
+            attention=self.attention,
             clock=self.clock,
             run_id="run",
             tokenizer_hash="hash",
             max_unscored_share=self.max_unscored_share,
-            scorer_name="sum",
+            shadow=self,
+            probes=self,
         )
         plan = CollectionPlan(num_groups=num_groups, request=make_request(num_samples), greedy=self.greedy, max_refills=self.max_refills)
-        return await collector.collect(self.take, plan)
+        try:
+            return await collector.collect(self.take, plan)
+        finally:
+            assert self.routes.num_open == 0, "every pin is released, however the step ends"
+
+    def offer(self, scored: ScoredGroup) -> None:
+        """Look on, as a shadow does."""
+        self.offered.append(scored)
+
+    def note(self, samples: Sequence[ScoreSample]) -> None:
+        """Look on, as a probe set does."""
+        self.probes += samples
 
     def take(self, num_prompts: int) -> list[PromptTask]:
         """Issue the next prompts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from shoal_coordinator.dispatcher import GenerationRequest, RolloutEndpoint
 from shoal_coordinator.prompts import PromptTask
-from shoal_coordinator.rewards.scoring import RewardEndpoint
+from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.tokenizing import Prompt
 from shoal_coordinator.waiting import WaitBoard
@@ -21,10 +21,12 @@ from shoal.types import (
     Int32Array,
     PolicyVersionSpan,
     SamplingParams,
+    ScorerDescription,
     ScoreResult,
     ScoreSample,
     ScoreStatus,
 )
+from tests.helpers.routes import FAKE_VERSION
 
 VOCAB_SIZE = 100
 
@@ -126,24 +128,47 @@ def scored_one(sample: ScoreSample) -> ScoreResult:
     return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=1.0)
 
 
+def offered(*names: str, version: str = FAKE_VERSION, fingerprint: str = "", needs_token_ids: bool = False) -> list[ScorerDescription]:
+    """Descriptions of scorers."""
+    return [
+        ScorerDescription(name=name, version=version, description="", fingerprint=fingerprint, needs_token_ids=needs_token_ids)
+        for name in names
+    ]
+
+
 @dataclass
 class FakeReward:
-    """Scores with a function; calls holds the samples of every call, scorers the name and version that it asked for."""
+    """Scores with a function, or fails with the next of failures.
+
+    scorers: what it offers. gate, if given, holds every call back until it is set. calls holds the samples of every call, asked the name
+    and version that it asked for; num_open and max_open count calls that are under way.
+    """
 
     score_one: Callable[[ScoreSample], ScoreResult] = scored_one
     failures: list[Exception] = field(default_factory=list)
+    scorers: list[ScorerDescription] = field(default_factory=lambda: offered("sum", "exact", "run", "judge"))
+    gate: asyncio.Event | None = None
     calls: list[list[ScoreSample]] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
-    scorers: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    num_open: int = 0
+    max_open: int = 0
 
     async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
         """See the class."""
         self.calls.append(list(samples))
-        self.scorers.append((scorer, version))
+        self.asked.append((scorer, version))
         self.timeouts_s.append(timeout_s)
-        if self.failures:
-            raise self.failures.pop(0)
-        return "3", [self.score_one(sample) for sample in samples]
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.failures:
+                raise self.failures.pop(0)
+            return version or FAKE_VERSION, [self.score_one(sample) for sample in samples]
+        finally:
+            self.num_open -= 1
 
 
 class FakeTokenizer:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from shoal.errors import ShoalError
 from shoal.telemetry.logs import get_logger
 from shoal.telemetry.metrics import gauge
 
@@ -44,3 +46,18 @@ class AlertBoard:
         """All is well."""
         self._current = None
         _ALERT.set(0)
+
+
+class StoppedWhilePausedError(ShoalError):
+    """A stop was requested while the run waited for a human; the run ends without what it waited for."""
+
+
+class Attention(Protocol):
+    """How work in the midst of a step or an evaluation gets a human's attention (`shoal_coordinator.control.RunControl`)."""
+
+    async def wait_for_resume(self, alert: RunAlert) -> None:
+        """Show the alert and stay PAUSED until the run is resumed.
+
+        Raises: StoppedWhilePausedError: it is stopped instead.
+        """
+        ...

@@ -94,4 +94,4 @@ class GrpcConnector:
         """Connect to a reward server."""
         from shoal.clients.reward import RewardClient
 
-        return RewardClient(address, self._security)
+        return RewardClient(address, self._security, tolerant=True)

@@ -1,10 +1,14 @@
-"""What a user has asked of the run: pause, resume, stop. Requests take effect at step borders."""
+"""What a user has asked of the run: pause, resume, stop. Requests take effect at step borders.
+
+In the midst of a step or an evaluation the run pauses only by itself, with an alert; the user then resumes or stops it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
 from shoal.errors import StateError
+from shoal_coordinator.alerts import AlertBoard, RunAlert, StoppedWhilePausedError
 from shoal_coordinator.rest_models import Command
 from shoal_coordinator.states import RunState, StateMachine
 
@@ -15,8 +19,9 @@ class RunControl:
     Repeating a request is harmless; one that can no longer take effect raises.
     """
 
-    def __init__(self, machine: StateMachine) -> None:
+    def __init__(self, machine: StateMachine, alerts: AlertBoard | None = None) -> None:
         self._machine = machine
+        self.alerts = AlertBoard() if alerts is None else alerts
         self._pause = False
         self._stop = False
         self._changed = asyncio.Event()
@@ -48,13 +53,33 @@ class RunControl:
         if not self._pause:
             return
         self._machine.go(RunState.PAUSED)
-        while self._pause:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._wait_until_resumed()
+
+    async def wait_for_resume(self, alert: RunAlert) -> None:
+        """Show an alert and stay PAUSED until the user resumes the run; then be in the same state as before.
+
+        Raises: StoppedWhilePausedError: the user stops the run instead, or has done so before.
+        """
+        state = self._machine.state
+        self.alerts.show(alert)
+        self._machine.go(RunState.PAUSED)
+        self._pause = not self._stop
+        try:
+            await self._wait_until_resumed()
+        finally:
+            self.alerts.clear()
+        if self._stop:
+            raise StoppedWhilePausedError(f"the run was stopped while it waited for attention: {alert.what}: {alert.error}")
+        self._machine.go(state)
 
     async def wait_for_stop(self) -> None:
         """Return once a stop is requested."""
         while not self._stop:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _wait_until_resumed(self) -> None:
+        while self._pause:
             self._changed.clear()
             await self._changed.wait()
 

@@ -1,16 +1,23 @@
-"""Accuracy over held-out rows, through the same rollout servers and scorers as training, with sampling settings of its own."""
+"""Accuracy over held-out rows, through the same rollout servers and scorers as training, with sampling settings of its own.
+
+An evaluation is scored by one revision of the reward route. Where too many samples have no score the run pauses with an alert; once it is
+resumed they are scored again, or everything is if another revision has become active meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.config.models import RolloutSection, RunConfig
 from shoal.types import FinishReason, SamplingParams, ScoreResult, ScoreStatus
-from shoal_coordinator.dispatcher import Dispatcher, GenerationRequest
+from shoal_coordinator.alerts import Attention
+from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest
 from shoal_coordinator.prompts import PromptRow, as_task
-from shoal_coordinator.rewards.scoring import GroupScorer, ScoredGroup
+from shoal_coordinator.rewards.scored import RoutePin, RouteSource, ScoredGroup
+from shoal_coordinator.rewards.scoring import GroupScorer
+from shoal_coordinator.rewards.unscored import is_whole, num_unscored, unscored_alert
 
 CORRECT_COMPONENT = "correct"
 """A scorer that gives this component decides with it; otherwise its reward does."""
@@ -25,7 +32,7 @@ class Evaluation:
     num: answers asked for, num_rows x samples. num_unscored: answers that no scorer could score.
     best_of_samples: share of rows with at least one right answer; None for one answer per row.
     mean_length: tokens of an answer. truncated_share: answers that the length limit ended. Both over the answers that came.
-    source_accuracy: accuracy of each source of reward.sources.
+    source_accuracy: accuracy of each source of reward.sources. reward_revision: revision of the reward route; 0 where it is not known.
     """
 
     accuracy: float
@@ -39,6 +46,7 @@ class Evaluation:
     mean_length: float = 0.0
     truncated_share: float = 0.0
     source_accuracy: dict[str, float] = field(default_factory=dict)
+    reward_revision: int = 0
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name, for logs, reports and metric sinks."""
@@ -50,6 +58,7 @@ class Evaluation:
             "num_rows": float(self.num_rows),
             "samples": float(self.samples),
             "num_unscored": float(self.num_unscored),
+            "reward_revision": float(self.reward_revision),
         }
         if self.best_of_samples is not None:
             metrics["best_of_samples"] = self.best_of_samples
@@ -62,6 +71,8 @@ async def evaluate(
     scorer: GroupScorer,
     config: RunConfig,
     *,
+    routes: RouteSource,
+    attention: Attention,
     stop_token_ids: tuple[int, ...],
     min_policy_version: int = 0,
 ) -> Evaluation:
@@ -72,17 +83,70 @@ async def evaluate(
     Args:
         rows: held-out rows, at least one.
         config: its section `evaluation` says how to sample and what is correct.
+        routes: the revision that is active now scores everything.
+        attention: pauses the run.
         stop_token_ids: ids that end a response.
         min_policy_version: servers older than this are refused.
-    Raises: ShoalError: generation or scoring failed for good.
+    Raises:
+        StoppedWhilePausedError: the run was stopped while it was paused for unscored samples.
+        ShoalError: generation failed for good.
     """
     request = evaluation_request(config, stop_token_ids, min_policy_version)
     tasks = [as_task(row, f"eval-v{min_policy_version}-r{row.row_index}") for row in rows]
-    scored: list[ScoredGroup] = []
-    async with aclosing(dispatcher.generate(tasks, request)) as finished:
-        async for groups in finished:
-            scored += await scorer.score(groups)
-    return summarise(scored, config)
+    with _EvaluationScores(scorer, routes, attention, config.reward.max_unscored_share) as scores:
+        async with aclosing(dispatcher.generate(tasks, request)) as finished:
+            async for groups in finished:
+                await scores.add(groups, len(tasks) * request.num_samples)
+        await scores.close()
+        return summarise(scores.scored, config)
+
+
+class _EvaluationScores:
+    """The scores of an evaluation so far, all of one revision, which it keeps pinned."""
+
+    def __init__(self, scorer: GroupScorer, routes: RouteSource, attention: Attention, max_unscored_share: float) -> None:
+        self._scorer = scorer
+        self._routes = routes
+        self._attention = attention
+        self._max_unscored_share = max_unscored_share
+        self._pin: RoutePin = routes.pin()
+        self.scored: list[ScoredGroup] = []
+
+    def __enter__(self) -> _EvaluationScores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pin.release()
+
+    async def add(self, groups: Sequence[GeneratedGroup], num_samples: int) -> None:
+        """Score groups; pause early if too many of the evaluation's num_samples will have no score."""
+        self.scored += await self._score(groups)
+        while num_unscored(self.scored) > self._max_unscored_share * num_samples:
+            await self._pause_and_score_again(num_samples)
+
+    async def close(self) -> None:
+        """All groups have come: pause if too many have no score, or all of them."""
+        num_samples = sum(len(group.results) for group in self.scored)
+        while (missing := num_unscored(self.scored)) and (missing == num_samples or missing > self._max_unscored_share * num_samples):
+            await self._pause_and_score_again(num_samples)
+
+    async def _pause_and_score_again(self, num_samples: int) -> None:
+        what = (
+            f"{num_unscored(self.scored)} of {num_samples} samples of the evaluation have no score; reward.max_unscored_share is "
+            f"{self._max_unscored_share:g}"
+        )
+        await self._attention.wait_for_resume(unscored_alert(self.scored, what))
+        old, self._pin = self._pin, self._routes.pin()
+        old.release()
+        is_other = self._pin.revision.number != old.revision.number
+        kept = [] if is_other else [group for group in self.scored if is_whole(group)]
+        again = [group.group for group in self.scored if is_other or not is_whole(group)]
+        self.scored = kept + await self._score(again)
+
+    async def _score(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
+        scored = await self._scorer.score([(group, self._pin.revision) for group in groups])
+        # The texts have been scored, and an evaluation may be long.
+        return [replace(group, samples=()) for group in scored]
 
 
 def evaluation_request(config: RunConfig, stop_token_ids: tuple[int, ...], min_policy_version: int) -> GenerationRequest:
@@ -138,6 +202,7 @@ def summarise(scored: Sequence[ScoredGroup], config: RunConfig) -> Evaluation:
         mean_length=sum(completion.response_ids.size for completion in completions) / max(1, num_came),
         truncated_share=sum(completion.finish_reason is FinishReason.LENGTH for completion in completions) / max(1, num_came),
         source_accuracy=_by_source(scored, num_right, config) if config.reward.sources else {},
+        reward_revision=scored[0].revision,
     )
 
 

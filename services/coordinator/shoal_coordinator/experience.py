@@ -1,12 +1,17 @@
 """From prompts to queued experience: generate, score, assemble records, put them into the queue.
 
-Groups are scored and queued as they finish, while others still generate; no tokens are kept here afterwards.
+Groups are scored and queued as they finish, while others still generate; no tokens are kept here afterwards. Each group is pinned to the
+active revision of the reward route when its prompt is issued, and scored by it whatever becomes active meanwhile.
+
+Groups that lack scores are held back until the round ends. Are there too many by then, or surely will be, the run pauses with an alert;
+once it is resumed they are scored again, as wholes, by the revision that is active then, as is everything that was not scored yet. What
+is queued is never scored again. Are there few, they are queued without the samples that have no score.
 
 Dynamic sampling: a group whose rewards are all equal is dropped before the queue. As many further prompts as groups are missing are
 issued in the next round, so that no group is ever surplus: which prompts are trained depends on the order of the prompts and on the
 samples alone, not on who finishes first. A batch that is still short after the last round is trained as it is.
 
-Greedy baseline (remax): every prompt gets a greedy answer beside its samples. It is scored in the same call, its reward is written into
+Greedy baseline (remax): every prompt gets a greedy answer beside its samples. It is scored with them, its reward is written into
 the records of the group, and it is neither queued nor counted among the samples.
 
 Legend: T response tokens.
@@ -17,23 +22,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shoal.algo.steering import admission_capacity
 from shoal.errors import ShoalError, StateError
 from shoal.telemetry.logs import get_logger
 from shoal.types import ExperienceRecord
+from shoal_coordinator.alerts import Attention
 from shoal_coordinator.collected import CollectedExperience
 from shoal_coordinator.dispatcher import Dispatcher, GeneratedGroup, GenerationRequest
+from shoal_coordinator.error_groups import first_error
 from shoal_coordinator.prompts import PromptTask
 from shoal_coordinator.records import assemble_records, baseline_of, has_spread, unix_ms
-from shoal_coordinator.rewards.scoring import GroupScorer, ScoredGroup, first_error
+from shoal_coordinator.rewards.group_pins import GroupPins
+from shoal_coordinator.rewards.scored import RouteSource, SampleListener, ScoredGroup, ScoredGroupListener
+from shoal_coordinator.rewards.scoring import GroupScorer
+from shoal_coordinator.rewards.unscored import is_whole, num_unscored, unscored_alert
 from shoal_coordinator.stage_clock import Stage, StageClock
 
 log = get_logger(__name__)
 
-MAX_CONCURRENT_CHUNKS = 4
+MAX_CONCURRENT_CHUNKS = 16
 PUT_TIMEOUT_S = 600.0
 GREEDY_SUFFIX = "-greedy"
 
@@ -66,10 +76,76 @@ class CollectionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answered:
-    """A prompt's samples, and its greedy answer where one was asked for."""
+    """A prompt's samples, and its greedy answer where one was asked for; generated at created_unix_ms."""
 
     group: GeneratedGroup
     greedy: GeneratedGroup | None = None
+    created_unix_ms: int = 0
+
+    @property
+    def group_id(self) -> str:
+        """The prompt's group."""
+        return self.group.task.group_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """The same, scored by one revision, after the round's num_pauses-th pause."""
+
+    answered: _Answered
+    group: ScoredGroup
+    greedy: ScoredGroup | None
+    num_pauses: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing lacks a score."""
+        return is_whole(self.group) and (self.greedy is None or is_whole(self.greedy))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """Groups that were issued together.
+
+    held: groups that lack scores. going: cleared while the run is paused for them. num_pauses: after the first, groups take the active
+    revision when they are scored. deciding: one task at a time decides about what is held.
+    """
+
+    plan: CollectionPlan
+    collected: CollectedExperience
+    pins: GroupPins
+    held: list[_Scored] = field(default_factory=list)
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    deciding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_pauses: int = 0
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.going.set()
+
+    @property
+    def num_unscored(self) -> int:
+        """Samples of the step that have no score so far."""
+        return self.collected.num_unscored + num_unscored(each.group for each in self.held)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the step asks scorers for: all that were issued while more may come, those that came once it is over."""
+        if not self.is_over:
+            return self.collected.num_generated_groups * self.plan.request.num_samples
+        return self.collected.num_answered + sum(len(each.group.results) for each in self.held)
+
+    @property
+    def has_failed_before_the_pause(self) -> bool:
+        """Whether something held was being scored when the run paused last."""
+        return any(each.num_pauses < self.num_pauses for each in self.held)
+
+    def lacks_too_many(self, max_share: float) -> bool:
+        """Whether the run has to pause for what is held; also if not a single sample has a score."""
+        if not num_unscored(each.group for each in self.held):
+            return False
+        has_none = self.is_over and self.num_unscored == self.num_samples
+        return has_none or self.num_unscored > max_share * self.num_samples
 
 
 class ExperienceCollector:
@@ -77,9 +153,12 @@ class ExperienceCollector:
 
     Args:
         dispatcher, scorer, queue: the three stages.
+        routes: by which revision new groups are scored.
+        attention: pauses the run.
         clock: counts queue time (the other two count their own).
         run_id, tokenizer_hash: written into every record.
         max_unscored_share: see `RewardSection`.
+        shadow, probes: look on; they are told of every group once its records are queued.
     """
 
     def __init__(
@@ -88,20 +167,26 @@ class ExperienceCollector:
         scorer: GroupScorer,
         queue: RecordSink,
         *,
+        routes: RouteSource,
+        attention: Attention,
         clock: StageClock,
         run_id: str,
         tokenizer_hash: str,
         max_unscored_share: float,
-        scorer_name: str,
+        shadow: ScoredGroupListener | None = None,
+        probes: SampleListener | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._scorer = scorer
         self._queue = queue
+        self._routes = routes
+        self._attention = attention
         self._clock = clock
         self._run_id = run_id
         self._tokenizer_hash = tokenizer_hash
         self._max_unscored_share = max_unscored_share
-        self._scorer_name = scorer_name
+        self._shadow = shadow
+        self._probes = probes
 
     async def collect(self, take_prompts: Callable[[int], Sequence[PromptTask]], plan: CollectionPlan) -> CollectedExperience:
         """Generate, score and queue one step's groups.
@@ -111,8 +196,8 @@ class ExperienceCollector:
             plan: how many groups, and how to generate them.
         Returns: scalars about what was queued; `take_groups(num_groups)` gets it.
         Raises:
-            StateError: too many samples were not scored, or nothing is left; names the scorer and the first reason.
-                What was scored before stays queued.
+            StateError: nothing can be trained on; says why. What was scored before stays queued.
+            StoppedWhilePausedError: the run was stopped while it was paused for unscored samples.
             ShoalError: a stage failed for good.
         """
         collected = CollectedExperience(num_zero_std_dropped=None if plan.max_refills is None else 0)
@@ -123,13 +208,21 @@ class ExperienceCollector:
             collected.num_refills = number
             collected.num_generated_groups += num_missing
             await self._collect_round(take_prompts(num_missing), plan, collected)
-        self._check_share(collected, collected.num_answered)
         if not collected.rewards:
-            raise StateError(self._nothing_left(collected, collected.num_generated_groups * plan.request.num_samples))
+            raise StateError(_nothing_left(collected, collected.num_generated_groups * plan.request.num_samples))
         _warn(plan, collected)
         return collected
 
     async def _collect_round(self, tasks: Sequence[PromptTask], plan: CollectionPlan, collected: CollectedExperience) -> None:
+        with GroupPins(self._routes, [task.group_id for task in tasks]) as pins:
+            issued = _Round(plan=plan, collected=collected, pins=pins)
+            await self._generate(tasks, issued)
+            issued.is_over = True
+            await self._pause_for_held(issued)
+            await self._queue_groups(issued.held, issued)
+
+    async def _generate(self, tasks: Sequence[PromptTask], issued: _Round) -> None:
+        plan = issued.plan
         work = [(task, plan.request) for task in tasks]
         if plan.greedy is not None:
             work += [(_greedy_task(task), plan.greedy) for task in tasks]
@@ -140,39 +233,77 @@ class ExperienceCollector:
                 async for groups in finished:
                     if answered := _pair(groups, halves, with_greedy=plan.greedy is not None):
                         await slots.acquire()
-                        finishing.create_task(self._finish(answered, plan, collected, slots))
+                        finishing.create_task(self._finish(answered, issued, slots))
         except* ShoalError as errors:
             raise first_error(errors) from None
 
-    async def _finish(
-        self, answered: Sequence[_Answered], plan: CollectionPlan, collected: CollectedExperience, slots: asyncio.Semaphore
-    ) -> None:
+    async def _finish(self, answered: Sequence[_Answered], issued: _Round, slots: asyncio.Semaphore) -> None:
         try:
-            now_ms = unix_ms()
-            greedy = [pair.greedy for pair in answered if pair.greedy is not None]
-            scored = await self._scorer.score([*(pair.group for pair in answered), *greedy])
-            baselines = {group.group.task.group_id: baseline_of(group) for group in scored[len(answered) :]}
-            kept = [self._keep(group, baselines, plan, collected, now_ms) for group in scored[: len(answered)]]
+            await issued.going.wait()
+            await self._take(await self._score(answered, issued), issued)
             # Early, so that a dead scorer does not cost the rest of the step's generation.
-            self._check_share(collected, collected.num_generated_groups * plan.request.num_samples)
-            with self._clock.measure(Stage.QUEUE):
-                await self._queue.put_groups([records for records in kept if records], timeout_s=PUT_TIMEOUT_S)
+            await self._pause_for_held(issued)
         finally:
             slots.release()
 
-    def _keep(
-        self,
-        scored: ScoredGroup,
-        baselines: dict[str, float | None],
-        plan: CollectionPlan,
-        collected: CollectedExperience,
-        created_unix_ms: int,
-    ) -> list[ExperienceRecord]:
+    async def _score(self, answered: Sequence[_Answered], issued: _Round) -> list[_Scored]:
+        work = []
+        for each in answered:
+            if issued.num_pauses:
+                issued.pins.renew(each.group_id)
+            revision = issued.pins.revision(each.group_id)
+            work += [(group, revision) for group in (each.group, each.greedy) if group is not None]
+        num_pauses = issued.num_pauses
+        scored = iter(await self._scorer.score(work))
+        return [
+            _Scored(answered=each, group=next(scored), greedy=None if each.greedy is None else next(scored), num_pauses=num_pauses)
+            for each in answered
+        ]
+
+    async def _take(self, scored: Sequence[_Scored], issued: _Round) -> None:
+        """Queue what has all its scores, hold the rest."""
+        issued.held += [each for each in scored if not each.is_whole]
+        await self._queue_groups([each for each in scored if each.is_whole], issued)
+
+    async def _pause_for_held(self, issued: _Round) -> None:
+        """Pause the run as long as too many samples have no score; whenever it is resumed, score what is held again."""
+        async with issued.deciding:
+            while issued.lacks_too_many(self._max_unscored_share):
+                # What failed before the last pause says nothing about now.
+                if not issued.has_failed_before_the_pause:
+                    await self._pause(issued)
+                held, issued.held = issued.held, []
+                issued.collected.num_rescored_groups += len(held)
+                await self._take(await self._score([each.answered for each in held], issued), issued)
+
+    async def _pause(self, issued: _Round) -> None:
+        what = (
+            f"{issued.num_unscored} of {issued.num_samples} samples of the step have no score; reward.max_unscored_share is "
+            f"{self._max_unscored_share:g}"
+        )
+        issued.going.clear()
+        await self._attention.wait_for_resume(unscored_alert([each.group for each in issued.held], what))
+        issued.num_pauses += 1
+        issued.going.set()
+
+    async def _queue_groups(self, scored: Sequence[_Scored], issued: _Round) -> None:
+        kept = [self._keep(each, issued) for each in scored]
+        with self._clock.measure(Stage.QUEUE):
+            await self._queue.put_groups([records for records in kept if records], timeout_s=PUT_TIMEOUT_S)
+        for each in scored:
+            if self._shadow is not None:
+                self._shadow.offer(each.group)
+            if self._probes is not None:
+                self._probes.note(each.group.samples)
+            issued.pins.release(each.answered.group_id)
+
+    def _keep(self, scored: _Scored, issued: _Round) -> list[ExperienceRecord]:
         """The records of a group that is trained; none if it is dropped."""
-        collected.add_scored(scored)
-        baseline = baselines.get(scored.group.task.group_id)
-        records = assemble_records(scored, self._run_id, self._tokenizer_hash, created_unix_ms, baseline)
-        lacks_baseline = plan.greedy is not None and baseline is None
+        collected = issued.collected
+        collected.add_scored(scored.group)
+        baseline = None if scored.greedy is None else baseline_of(scored.greedy)
+        records = assemble_records(scored.group, self._run_id, self._tokenizer_hash, scored.answered.created_unix_ms, baseline)
+        lacks_baseline = scored.greedy is not None and baseline is None
         if not records or lacks_baseline:
             collected.num_dropped_groups += 1
             collected.num_no_baseline += bool(records)
@@ -183,30 +314,23 @@ class ExperienceCollector:
         collected.add_queued(records)
         return records
 
-    def _check_share(self, collected: CollectedExperience, num_samples: int) -> None:
-        if collected.num_unscored > self._max_unscored_share * num_samples:
-            reason = collected.first_unscored_message or "the scorer gave no reason"
-            raise StateError(
-                f"scorer {self._scorer_name!r} left {collected.num_unscored} of {num_samples} samples unscored, above "
-                f"reward.max_unscored_share {self._max_unscored_share:g}; first reason: {reason}: repair the scorer or raise the limit"
-            )
 
-    def _nothing_left(self, collected: CollectedExperience, num_samples: int) -> str:
-        reason = collected.first_unscored_message
-        text = (
-            f"none of {num_samples} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out, "
-            f"scorer {self._scorer_name!r} left {collected.num_unscored} unscored{f' ({reason}): repair it' if reason else ''}"
+def _nothing_left(collected: CollectedExperience, num_samples: int) -> str:
+    reason = collected.first_unscored_message
+    text = (
+        f"none of {num_samples} samples can be trained on: {collected.num_empty} had no token, {collected.num_missing} timed out, "
+        f"{collected.num_unscored} were not scored{f' ({reason})' if reason else ''}"
+    )
+    if num_invalid := collected.num_outside_vocab + collected.num_not_finite:
+        text += f"; {num_invalid} had an id that cannot be sampled or a log-probability that is not finite: look at the servers' logs"
+    if collected.num_no_baseline:
+        text += f"; {collected.num_no_baseline} groups had no scored greedy answer"
+    if collected.num_zero_std_dropped:
+        text += (
+            f"; rollout.dynamic_sampling dropped {collected.num_zero_std_dropped} groups whose rewards were all equal in "
+            f"{1 + collected.num_refills} rounds: the task is too hard or too easy for the policy, or raise rollout.max_refills"
         )
-        if num_invalid := collected.num_outside_vocab + collected.num_not_finite:
-            text += f"; {num_invalid} had an id that cannot be sampled or a log-probability that is not finite: look at the servers' logs"
-        if collected.num_no_baseline:
-            text += f"; {collected.num_no_baseline} groups had no scored greedy answer"
-        if collected.num_zero_std_dropped:
-            text += (
-                f"; rollout.dynamic_sampling dropped {collected.num_zero_std_dropped} groups whose rewards were all equal in "
-                f"{1 + collected.num_refills} rounds: the task is too hard or too easy for the policy, or raise rollout.max_refills"
-            )
-        return text
+    return text
 
 
 def _num_missing(plan: CollectionPlan, collected: CollectedExperience) -> int:
@@ -228,8 +352,9 @@ def _greedy_task(task: PromptTask) -> PromptTask:
 
 def _pair(groups: Sequence[GeneratedGroup], halves: dict[str, GeneratedGroup], *, with_greedy: bool) -> list[_Answered]:
     """The prompts that are complete with these groups; the first of a prompt's two stays in halves until the other is there."""
+    now_ms = unix_ms()
     if not with_greedy:
-        return [_Answered(group=group) for group in groups]
+        return [_Answered(group=group, created_unix_ms=now_ms) for group in groups]
     whole: list[_Answered] = []
     for group in groups:
         other = halves.pop(group.task.group_id, None)
@@ -237,7 +362,7 @@ def _pair(groups: Sequence[GeneratedGroup], halves: dict[str, GeneratedGroup], *
             halves[group.task.group_id] = group
         else:
             sampled, greedy = (other, group) if group.task.uid.endswith(GREEDY_SUFFIX) else (group, other)
-            whole.append(_Answered(group=sampled, greedy=greedy))
+            whole.append(_Answered(group=sampled, greedy=greedy, created_unix_ms=now_ms))
     return whole
 
 

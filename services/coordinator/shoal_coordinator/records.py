@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.types import ExperienceRecord, RewardComponent, ScoreResult, ScoreStatus
-from shoal_coordinator.rewards.scoring import ScoredGroup
+from shoal.types import ExperienceRecord, RewardComponent, ScoreStatus
+from shoal_coordinator.rewards.scored import ComponentResult, ScoredGroup
 
 
 def assemble_records(
@@ -24,7 +24,7 @@ def assemble_records(
         run_id, tokenizer_hash, baseline_reward: written into every record.
         created_unix_ms: when generation was finished.
     """
-    pairs = zip(scored.group.completions, scored.results, strict=True)
+    samples = zip(scored.group.completions, scored.results, scored.components, strict=True)
     scored_unix_ms = unix_ms()
     return [
         ExperienceRecord(
@@ -42,15 +42,16 @@ def assemble_records(
             finish_reason=completion.finish_reason,
             reward_status=result.status,
             reward=result.value,
-            reward_components=_components(scored, result),
+            reward_components=tuple(part for component in components for part in _parts(component)),
             token_rewards=np.array(result.token_values, np.float32) if result.token_values else None,
             baseline_reward=baseline_reward,
+            route_revision=scored.revision,
             tokenizer_hash=tokenizer_hash,
             engine_id=completion.engine_id,
             created_unix_ms=created_unix_ms,
             scored_unix_ms=scored_unix_ms,
         )
-        for completion, result in pairs
+        for completion, result, components in samples
         if result.status is ScoreStatus.SCORED
     ]
 
@@ -79,16 +80,18 @@ def unix_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _components(scored: ScoredGroup, result: ScoreResult) -> tuple[RewardComponent, ...]:
-    """The scorer's named parts, or the score itself under the scorer's name."""
-    return tuple(
+def _parts(component: ComponentResult) -> list[RewardComponent]:
+    """The scorer's named parts, or the score itself under the scorer's name, as the scorer gave them; without a score its status alone."""
+    result, scorer = component.result, component.component.scorer
+    return [
         RewardComponent(
             name=name,
-            service=scored.service,
-            service_version=scored.service_version,
+            service=component.service,
+            service_version=component.component.version,
             value=value,
             status=result.status,
             latency_ms=result.latency_ms,
+            scorer=scorer,
         )
-        for name, value in (result.components or {scored.scorer: result.value}).items()
-    )
+        for name, value in (result.components or {scorer: result.value}).items()
+    ]

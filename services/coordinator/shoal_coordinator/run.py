@@ -17,6 +17,7 @@ from shoal.config.models import RunConfig
 from shoal.errors import InternalError, ShoalError
 from shoal.telemetry.logs import get_logger
 from shoal.types import ServiceKind
+from shoal_coordinator.alerts import StoppedWhilePausedError
 from shoal_coordinator.control import RunControl
 from shoal_coordinator.error_groups import first_error
 from shoal_coordinator.fleet import Fleet
@@ -54,7 +55,6 @@ class RunParts:
     clock: StageClock
     waits: WaitBoard
     open_workload: Callable[[], AbstractAsyncContextManager[Workload]]
-    open_route: Callable[[ProbeSet], Awaitable[None]]
     open_route: Callable[[ProbeSet], Awaitable[None]]
 
 
@@ -120,15 +120,27 @@ class Run:
                 self._end(RunState.STOPPED)
                 return
             runner = await self._prepare(workload)
-            if workload.has_held_out:
-                await self._evaluate(workload)
-            while await self._may_step():
-                await self._step(runner, workload)
-            await self._finish(workload)
+            try:
+                await self._step_and_evaluate(runner, workload)
+            except StoppedWhilePausedError as stopped:
+                log.warning("stopped_while_paused", reason=str(stopped))
+            await self._finish()
 
     async def _begin(self, workload: Workload) -> None:
         await self._wait_for_services()
         await self._parts.open_route(workload.probes)
+
+    async def _step_and_evaluate(self, runner: StepRunner, workload: Workload) -> None:
+        """All that trains and measures.
+
+        Raises: StoppedWhilePausedError: stopped in the midst of a step or an evaluation.
+        """
+        if workload.has_held_out:
+            await self._evaluate(workload)
+        while await self._may_step():
+            await self._step(runner, workload)
+        if workload.has_held_out and self.progress.evaluations[-1].step != self.progress.step:
+            await self._evaluate(workload)
 
     async def _prepare(self, workload: Workload) -> StepRunner:
         """Learn where the gangs are; from here on their state is needed."""

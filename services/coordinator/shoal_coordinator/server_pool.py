@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,6 +17,9 @@ from shoal.errors import UnavailableError
 from shoal_coordinator.waiting import WaitBoard
 
 ClientT = TypeVar("ClientT")
+
+RECHECK_S = 0.25
+"""What suits may change without the pool: a server learns a scorer, a rest is over."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,30 +63,52 @@ class ServerPool(Generic[ClientT]):
         """Ids of the servers that take traffic, sorted."""
         return tuple(sorted(self._servers))
 
-    async def pick(self, timeout_s: float, avoid: Collection[str] = (), patience_s: float = 1.0) -> ServerLease[ClientT]:
+    async def pick(
+        self,
+        timeout_s: float,
+        avoid: Collection[str] = (),
+        patience_s: float = 1.0,
+        suits: Callable[[ServerLease[ClientT]], bool] | None = None,
+    ) -> ServerLease[ClientT]:
         """Choose the server with the least outstanding work, waiting for one if there is none.
 
         Args:
             timeout_s: how long to wait for any server.
             avoid: servers that have just failed; one of them is chosen only when no other came within patience_s.
             patience_s: see avoid; it also spaces retries on a lone server that restarts.
+            suits: which servers may be chosen; None: all.
         Raises: UnavailableError: no server within timeout_s.
         """
         deadline = time.monotonic() + timeout_s
         avoid_until = min(deadline, time.monotonic() + patience_s)
-        while True:
-            self._changed.clear()
-            now = time.monotonic()
-            server = self._least_loaded(avoid)
-            if server is None and now >= avoid_until:
-                server = self._least_loaded(())
-            if server is not None:
-                return server
-            if now >= deadline:
-                raise UnavailableError(
-                    f"no {self._what} was registered for {timeout_s:g} s: start one, and look into the log of the last one"
-                )
-            await self._wait_for_change((avoid_until if now < avoid_until else deadline) - now)
+        with ExitStack() as shown:
+            is_shown = False
+            while True:
+                self._changed.clear()
+                now = time.monotonic()
+                server = self.choose(avoid, suits)
+                if server is None and now >= avoid_until:
+                    server = self.choose((), suits)
+                if server is not None:
+                    return server
+                if now >= deadline:
+                    raise self._none_came(timeout_s, suits is not None)
+                if not is_shown:
+                    shown.enter_context(self._waits.waiting("dispatcher", (self._what,), f"a {self._what} that takes traffic"))
+                    is_shown = True
+                left_s = (avoid_until if now < avoid_until else deadline) - now
+                await self._wait_for_change(left_s if suits is None else min(left_s, RECHECK_S))
+
+    def choose(
+        self, avoid: Collection[str] = (), suits: Callable[[ServerLease[ClientT]], bool] | None = None
+    ) -> ServerLease[ClientT] | None:
+        """The server with the least outstanding work, without waiting; None if there is none."""
+        candidates = [server for server_id, server in self._servers.items() if server_id not in avoid and (suits is None or suits(server))]
+        return min(candidates, key=lambda server: (server.outstanding, server.server_id), default=None)
+
+    def servers(self) -> tuple[ServerLease[ClientT], ...]:
+        """The servers that take traffic, by id."""
+        return tuple(server for _, server in sorted(self._servers.items()))
 
     @contextmanager
     def working(self, server: ServerLease[ClientT], amount: int) -> Iterator[None]:
@@ -94,16 +119,17 @@ class ServerPool(Generic[ClientT]):
         finally:
             server.outstanding -= amount
 
-    def _least_loaded(self, avoid: Collection[str]) -> ServerLease[ClientT] | None:
-        candidates = [server for server_id, server in self._servers.items() if server_id not in avoid]
-        return min(candidates, key=lambda server: (server.outstanding, server.server_id), default=None)
+    def _none_came(self, timeout_s: float, is_choosy: bool) -> UnavailableError:
+        if is_choosy and self._servers:
+            there_is = ", ".join(self.server_ids())
+            return UnavailableError(f"no {self._what} was fit for the work for {timeout_s:g} s; there is: {there_is}")
+        return UnavailableError(f"no {self._what} was registered for {timeout_s:g} s: start one, and look into the log of the last one")
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        with self._waits.waiting("dispatcher", (self._what,), f"a {self._what} that takes traffic"):
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
-            except TimeoutError:
-                return
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
 
     def _wake(self) -> None:
         self._changed.set()

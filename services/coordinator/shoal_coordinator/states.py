@@ -5,7 +5,8 @@
                         +--------------------+-------------+--- PAUSED <------------------+
 
 EVALUATING is left out without held-out rows, PUSHING in steps that train the critic alone; WAITING_FOR_SERVICES comes back whenever a
-service is missing at a step border. FAILED can be reached from every state that is not final.
+service is missing at a step border. EVALUATING and ROLLING_OUT pause, and come back, when too many samples have no score; stopped then,
+the run goes to FINISHING without ending what it was doing. FAILED can be reached from every state that is not final.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
         _S.STARTING: frozenset({_S.WAITING_FOR_SERVICES, _S.STOPPED, _S.FAILED}),
         _S.WAITING_FOR_SERVICES: _STEP_BORDER - {_S.WAITING_FOR_SERVICES},
         _S.EVALUATING: _STEP_BORDER - {_S.EVALUATING},
-        _S.ROLLING_OUT: frozenset({_S.TRAINING, _S.STOPPED, _S.FAILED}),
+        _S.ROLLING_OUT: frozenset({_S.TRAINING, _S.PAUSED, _S.STOPPED, _S.FAILED}),
         _S.TRAINING: _STEP_BORDER | {_S.PUSHING},
         _S.PUSHING: _STEP_BORDER,
         _S.PAUSED: _STEP_BORDER - {_S.PAUSED},

@@ -45,7 +45,7 @@ class PromptTokenizer(Protocol):
         """[P] int32 ids of each text, with exactly one BOS if the tokenizer uses one."""
 
     def decode(self, responses: Sequence[Int32Array]) -> list[str]:
-        """The text of [T] ids each, without special tokens."""
+        """The text of [T] ids each, without special tokens; valid Unicode, whatever the ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
         Raises: DataError: chat messages without a chat template, or the template refuses them.
         """
         if isinstance(prompt, str):
-            return prompt
+            return valid_text(prompt)
         if not self._tokenizer.chat_template:
             raise DataError("the prompt is a list of chat messages, but the tokenizer has no chat template: give plain strings")
         # A template is the model's own code and raises what it likes.
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
             rendered: str = self._tokenizer.apply_chat_template(prompt, tokenize=False, **_ending(prompt))
         except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise DataError(f"the chat template refused the prompt: {type(error).__name__}: {error}") from error
-        return rendered
+        return valid_text(rendered)
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
         """Tokenise texts that `text` returned.
@@ -125,11 +125,11 @@ class HuggingFaceTokenizer:
         return [self._with_one_bos(np.asarray(ids, dtype=np.int32)) for ids in encoded]
 
     def decode(self, responses: Sequence[Int32Array]) -> list[str]:
-        """Decode responses, without special tokens."""
+        """Decode responses, without special tokens; what is no text becomes U+FFFD."""
         if not responses:
             return []
         texts: list[str] = self._tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True)
-        return texts
+        return list(map(valid_text, texts))
 
     def _with_one_bos(self, ids: Int32Array) -> Int32Array:
         if self._bos_id is None:
@@ -138,6 +138,20 @@ class HuggingFaceTokenizer:
         if num_leading == 0 and self._adds_bos:
             return np.concatenate([np.array([self._bos_id], np.int32), ids])
         return ids[max(0, num_leading - 1) :]
+
+
+def valid_text(text: str) -> str:
+    """The same text with U+FFFD for lone surrogates, which no UTF-8 can carry and no protobuf takes.
+
+    A tokenizer written in Python may make them of ids whose bytes are no UTF-8, and JSON of a data row may hold them.
+    """
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> HuggingFaceTokenizer:

@@ -88,11 +88,6 @@ class Workload(Protocol):
         """The next prompt to issue."""
         ...
 
-    @property
-    def probes(self) -> ProbeSet:
-        """What new reward routes are tried on."""
-        ...
-
     def seek(self, position: PromptPosition) -> None:
         """Go on at a position. Raises: StateError: there is no such prompt."""
         ...
@@ -125,7 +120,6 @@ class TrainingWorkload:
         self._config = config
         self._data = data
         self.queue = queue
-        self.probes = ProbeSet.from_rows(data.train, data.tokenizer, source_key=config.data.source_key)
         self._source = self._source_at(PromptPosition())
         self._rewards = rewards
         self._scorer = GroupScorer(rewards.calls, data.tokenizer, clock, source_key=config.data.source_key)

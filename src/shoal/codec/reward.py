@@ -14,22 +14,41 @@ from shoal.types import RewardComponent, ScorerDescription, ScoreResult, ScoreSa
 def score_sample_to_proto(sample: ScoreSample) -> reward_pb2.ScoreSample:
     """Convert one sample; its row travels as JSON.
 
-    Raises: CodecError: the row holds something JSON cannot carry.
+    Raises: CodecError: the row holds something JSON cannot carry, or a text is no Unicode.
     """
+    row_json = _row_json(sample)
+    try:
+        return reward_pb2.ScoreSample(
+            sample_id=sample.sample_id,
+            prompt=sample.prompt,
+            response=sample.response,
+            row_json=row_json,
+            finish_reason=finish_reason.to_proto(sample.finish_reason),
+            num_response_tokens=sample.num_response_tokens,
+            prompt_ids=sample.prompt_ids,
+            response_ids=sample.response_ids,
+        )
+    except ValueError as error:
+        raise CodecError(f"sample {sample.sample_id!r} cannot be sent: {error}") from error
+
+
+def _row_json(sample: ScoreSample) -> str:
     try:
         row_json = json.dumps(sample.row, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+        # A lone surrogate, which JSON can hold and UTF-8 cannot, travels as an escape.
+        return row_json if _is_utf8(row_json) else json.dumps(sample.row)
+    except (TypeError, ValueError, RecursionError) as error:
         raise CodecError(f"row of sample {sample.sample_id} is not JSON ({error}); use strings, numbers, lists and objects") from error
-    return reward_pb2.ScoreSample(
-        sample_id=sample.sample_id,
-        prompt=sample.prompt,
-        response=sample.response,
-        row_json=row_json,
-        finish_reason=finish_reason.to_proto(sample.finish_reason),
-        num_response_tokens=sample.num_response_tokens,
-        prompt_ids=sample.prompt_ids,
-        response_ids=sample.response_ids,
-    )
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def score_sample_from_proto(message: reward_pb2.ScoreSample) -> ScoreSample:

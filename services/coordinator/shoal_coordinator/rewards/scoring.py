@@ -1,148 +1,100 @@
-"""Scores generated groups through the reward servers; several groups of one scorer share one call.
+"""Scores generated groups by the revisions of the route that they are pinned to; groups of the same scorer share calls.
 
-With reward.sources each group goes to the scorer of its row's source. "Not scored" is not 0: a sample whose scorer declined, raised,
-answered NaN or could not be reached keeps that status and reaches no advantage. Only UnavailableError is retried, and only here: on
-another server, or on the same one with full jitter. A scorer that does not exist fails the run at once: the first call asks for all.
+"Not scored" is not 0: a sample whose scorer declined, raised, answered NaN or could not be reached keeps that status and reaches no
+advantage. Nothing of that is raised: what becomes of a step with too many of them is decided by whoever asked (`unscored`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from shoal.config.models import RewardSection
-from shoal.errors import InvalidRequestError, NotFoundError, ShoalError, UnavailableError
-from shoal.rpc.retry import jittered_delay_s
-from shoal.types import ScoreResult, ScoreSample, ScoreStatus
+from shoal.types import ScoreResult, ScoreSample
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.rewards.results import checked_results, weighted
-from shoal_coordinator.server_pool import ServerPool
+from shoal_coordinator.rewards.calls import ScorerCalls, ServiceResult
+from shoal_coordinator.rewards.combine import combine, with_parts
+from shoal_coordinator.rewards.route import RouteComponent, RouteRevision
+from shoal_coordinator.rewards.scored import ComponentResult, ScoredGroup
 from shoal_coordinator.stage_clock import Stage, StageClock
 from shoal_coordinator.tokenizing import PromptTokenizer
 
-GROUPS_PER_CALL = 8
-"""Few enough that a call's deadline (reward.timeout_s for each of its groups) stays bounded."""
-
-MAX_CONCURRENT_CALLS = 4
+_CallKey = tuple[str, str, str, float]
 
 
-class RewardEndpoint(Protocol):
-    """What scoring needs of a reward client."""
-
-    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
-        """Score samples; returns the scorer's version and one result per sample, in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredGroup:
-    """A group with one result per completion, and who gave it."""
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """A group with the components that score it. answers: by component, one per sample."""
 
     group: GeneratedGroup
-    results: tuple[ScoreResult, ...]
-    scorer: str
-    service: str
-    service_version: str
+    revision: RouteRevision
+    components: tuple[RouteComponent, ...]
+    samples: list[ScoreSample]
+    answers: list[list[ServiceResult]]
+
+    def by_sample(self) -> list[list[ComponentResult]]:
+        """The components' results of each sample."""
+        return [
+            [
+                with_parts(ComponentResult(component=component, service=own[place][0], result=own[place][1]))
+                for component, own in zip(self.components, self.answers, strict=True)
+            ]
+            for place in range(len(self.samples))
+        ]
 
 
 class GroupScorer:
-    """Scores groups with the configured scorers; used from the event loop alone.
+    """Scores groups; used from the event loop alone.
 
     Args:
-        pool: reward servers; changes at any time.
-        config: scorers, version, weights, deadline.
+        calls: the way to the reward servers.
         tokenizer: decodes responses.
-        clock: counts open calls as reward time.
-        wait_for_server_s: how long a call may stay unanswered for want of a server, beside its own deadline; a server that
-            is being restarted comes back meanwhile.
-        source_key: column that names a row's source; all rows were checked against reward.sources when they were loaded.
+        clock: counts open scoring as reward time.
+        source_key: column that names a row's source.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool[RewardEndpoint],
-        config: RewardSection,
-        tokenizer: PromptTokenizer,
-        clock: StageClock,
-        *,
-        wait_for_server_s: float,
-        source_key: str = "data_source",
-    ) -> None:
-        self._pool = pool
-        self._config = config
+    def __init__(self, calls: ScorerCalls, tokenizer: PromptTokenizer, clock: StageClock, *, source_key: str = "data_source") -> None:
+        self._calls = calls
         self._tokenizer = tokenizer
         self._clock = clock
-        self._wait_for_server_s = wait_for_server_s
         self._source_key = source_key
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self._versions = config.scorers
-        self._unseen = set(self._versions)
 
-    async def score(self, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
-        """Score groups, in order.
-
-        Raises:
-            NotFoundError: no such scorer or version.
-            InvalidRequestError: the scorer refuses the request as such.
-        """
-        chunks = self._chunks(groups)
-        called = {name for name, places in chunks if any(groups[place].completions for place in places)}
-        try:
-            async with asyncio.TaskGroup() as calls:
-                # A scorer of few rows would be missed only when the first of them comes.
-                asked = [calls.create_task(self._ask_for(name)) for name in sorted(self._unseen - called) if called]
-                scoring = [calls.create_task(self._score_chunk(name, [groups[place] for place in places])) for name, places in chunks]
-        except* ShoalError as errors:
-            raise first_error(errors) from None
-        self._unseen -= called | {name for task in asked if (name := task.result()) is not None}
-        places = [place for _, own in chunks for place in own]
-        scored = [group for task in scoring for group in task.result()]
-        return [group for _, group in sorted(zip(places, scored, strict=True), key=lambda pair: pair[0])]
-
-    def _chunks(self, groups: Sequence[GeneratedGroup]) -> list[tuple[str, list[int]]]:
-        """Places of the groups that share a call, with the scorer to call."""
-        places: dict[str, list[int]] = {}
-        for place, group in enumerate(groups):
-            places.setdefault(self._scorer_of(group), []).append(place)
+    async def score(self, groups: Sequence[tuple[GeneratedGroup, RouteRevision]]) -> list[ScoredGroup]:
+        """Score groups, in order. Groups of one group_id, such as a prompt's samples and its greedy answer, are combined alike."""
+        works = [self._work(group, revision) for group, revision in groups]
+        if any(work.samples for work in works):
+            with self._clock.measure(Stage.REWARD):
+                await self._ask(works)
+        combined = _combined(works)
         return [
-            (name, own[start : start + GROUPS_PER_CALL]) for name, own in places.items() for start in range(0, len(own), GROUPS_PER_CALL)
+            ScoredGroup(
+                group=work.group,
+                revision=work.revision.number,
+                results=tuple(results),
+                components=tuple(map(tuple, components)),
+                samples=tuple(work.samples),
+            )
+            for work, (results, components) in zip(works, combined, strict=True)
         ]
 
-    def _scorer_of(self, group: GeneratedGroup) -> str:
-        if not self._config.sources:
-            return self._config.scorer
-        return self._config.sources[str(group.task.row[self._source_key])]
+    async def _ask(self, works: Sequence[_Work]) -> None:
+        """Ask each scorer for all of its groups at once."""
+        async with asyncio.TaskGroup() as asking:
+            for component, places in _by_scorer(works):
+                asking.create_task(self._ask_scorer(component, works, places))
 
-    async def _ask_for(self, scorer: str) -> str | None:
-        """Ask a server for a scorer without scoring; returns its name if one answered."""
-        try:
-            await self._call_servers(scorer, (), self._config.timeout_s)
-        except NotFoundError as error:
-            raise self._cannot_score(scorer, error) from error
-        except ShoalError:
-            # Whatever else is wrong shows, and is dealt with, when there is something to score.
-            return None
-        return scorer
+    async def _ask_scorer(self, component: RouteComponent, works: Sequence[_Work], places: Sequence[tuple[int, int]]) -> None:
+        answers = await self._calls.score_groups(component, [works[work].samples for work, _ in places])
+        for (work, place), own in zip(places, answers, strict=True):
+            works[work].answers[place] = own
 
-    async def _score_chunk(self, scorer: str, groups: Sequence[GeneratedGroup]) -> list[ScoredGroup]:
-        samples = self._samples(groups)
-        async with self._slots:
-            with self._clock.measure(Stage.REWARD):
-                service, version, results = await self._call(scorer, samples, self._config.timeout_s * len(groups))
-        scored: list[ScoredGroup] = []
-        start = 0
-        for group in groups:
-            end = start + len(group.completions)
-            own = tuple(results[start:end])
-            scored.append(ScoredGroup(group=group, results=own, scorer=scorer, service=service, service_version=version))
-            start = end
-        return scored
+    def _work(self, group: GeneratedGroup, revision: RouteRevision) -> _Work:
+        components = revision.components_for(source_of(group, self._source_key))
+        return _Work(group=group, revision=revision, components=components, samples=self._samples(group), answers=[[] for _ in components])
 
-    def _samples(self, groups: Sequence[GeneratedGroup]) -> list[ScoreSample]:
-        pairs = [(group, completion) for group in groups for completion in group.completions]
-        texts = self._tokenizer.decode([completion.response_ids for _, completion in pairs])
+    def _samples(self, group: GeneratedGroup) -> list[ScoreSample]:
+        texts = self._tokenizer.decode([completion.response_ids for completion in group.completions])
+        prompt_ids = tuple(group.task.prompt_ids.tolist())
         return [
             ScoreSample(
                 sample_id=f"{group.task.uid}/{completion.sample_index}/{group.attempt}",
@@ -151,55 +103,38 @@ class GroupScorer:
                 row=group.task.row,
                 finish_reason=completion.finish_reason,
                 num_response_tokens=completion.response_ids.size,
+                prompt_ids=prompt_ids,
+                response_ids=tuple(completion.response_ids.tolist()),
             )
-            for (group, completion), text in zip(pairs, texts, strict=True)
+            for completion, text in zip(group.completions, texts, strict=True)
         ]
 
-    async def _call(self, scorer: str, samples: Sequence[ScoreSample], timeout_s: float) -> tuple[str, str, list[ScoreResult]]:
-        """Returns the service's id, the scorer's version and one checked result per sample."""
-        if not samples:
-            return "", self._versions[scorer], []
-        try:
-            service, (version, results) = await self._call_servers(scorer, samples, timeout_s)
-            checked = checked_results(samples, results)
-            return service, version, [weighted(result, self._config.weights, scorer) for result in checked]
-        except (NotFoundError, InvalidRequestError) as error:
-            raise self._cannot_score(scorer, error) from error
-        except ShoalError as error:
-            message = f"{type(error).__name__}: {error}"
-            failed = [ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message=message) for sample in samples]
-            return "", self._versions[scorer], failed
 
-    def _cannot_score(self, scorer: str, error: NotFoundError | InvalidRequestError) -> ShoalError:
-        sources = sorted(source for source, name in self._config.sources.items() if name == scorer)
-        setting = f"reward.sources of {', '.join(sources)}:" if sources else "reward.scorer"
-        return type(error)(f"{setting} {scorer!r} cannot score: {error}")
-
-    async def _call_servers(
-        self, scorer: str, samples: Sequence[ScoreSample], timeout_s: float
-    ) -> tuple[str, tuple[str, list[ScoreResult]]]:
-        """Ask the least loaded server; where it is unavailable, another one, its successor, or the same one again."""
-        deadline = time.monotonic() + timeout_s + self._wait_for_server_s
-        num_tokens = sum(sample.num_response_tokens for sample in samples)
-        failed_on: list[str] = []
-        pause_s = 0.0
-        while True:
-            server = await self._pool.pick(deadline - time.monotonic(), failed_on, pause_s)
-            left_s = min(timeout_s, max(0.001, deadline - time.monotonic()))
-            try:
-                with self._pool.working(server, num_tokens):
-                    answer = await server.client.score(scorer, self._versions[scorer], samples, timeout_s=left_s)
-                    return server.server_id, answer
-            except UnavailableError:
-                failed_on.append(server.server_id)
-                pause_s = jittered_delay_s(len(failed_on))
-                if time.monotonic() + pause_s >= deadline:
-                    raise
+def source_of(group: GeneratedGroup, source_key: str) -> str:
+    """The source of a group's row; "" if it has none."""
+    return str(group.task.row.get(source_key, ""))
 
 
-def first_error(errors: BaseExceptionGroup[ShoalError]) -> ShoalError:
-    """The first error of a group of concurrent ones, which all have the same cause as a rule."""
-    error: ShoalError | BaseExceptionGroup[ShoalError] = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _by_scorer(works: Sequence[_Work]) -> Iterator[tuple[RouteComponent, list[tuple[int, int]]]]:
+    """Each scorer with what it scores, as places (work, component of it); revisions that share one share its calls."""
+    found: dict[_CallKey, tuple[RouteComponent, list[tuple[int, int]]]] = {}
+    for number, work in enumerate(works):
+        for place, component in enumerate(work.components):
+            key = (component.scorer, component.version, component.fingerprint, component.timeout_s)
+            found.setdefault(key, (component, []))[1].append((number, place))
+    yield from found.values()
+
+
+def _combined(works: Sequence[_Work]) -> list[tuple[list[ScoreResult], list[list[ComponentResult]]]]:
+    """Rewards and components of each work; all that belong to a prompt are combined together, so that they can be compared."""
+    prompts: dict[tuple[str, int], list[int]] = {}
+    for number, work in enumerate(works):
+        prompts.setdefault((work.group.task.group_id, work.revision.number), []).append(number)
+    by_sample = [work.by_sample() for work in works]
+    combined: list[tuple[list[ScoreResult], list[list[ComponentResult]]]] = [([], []) for _ in works]
+    for numbers in prompts.values():
+        samples = [sample for number in numbers for sample in works[number].samples]
+        results = iter(combine(samples, [own for number in numbers for own in by_sample[number]]))
+        for number in numbers:
+            combined[number] = ([next(results) for _ in works[number].samples], by_sample[number])
+    return combined
