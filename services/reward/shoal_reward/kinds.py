@@ -24,13 +24,17 @@ from shoal.reward import Isolation, Scorer, fingerprint_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltScorer:
-    """What a kind makes of its settings; the fields are those of `Scorer`."""
+    """What a kind makes of its settings; the fields are those of `Scorer`.
+
+    content: digest of files that the settings name, such as a model's; it goes into the fingerprint.
+    """
 
     function: Callable[..., object]
     is_batch: bool = False
     isolation: Isolation = Isolation.PROCESS
     prepare: Callable[[], None] | None = None
     needs_token_ids: bool = False
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,7 @@ def build_scorer(name: str, definition: ScorerDefinition) -> Scorer:
         isolation=built.isolation,
         prepare=built.prepare,
         needs_token_ids=built.needs_token_ids,
-        fingerprint=fingerprint_of(kind.build, json.dumps(settings.model_dump(mode="json"), sort_keys=True)),
+        fingerprint=fingerprint_of(kind.build, json.dumps(settings.model_dump(mode="json"), sort_keys=True) + built.content),
     )
 
 

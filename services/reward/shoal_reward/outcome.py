@@ -24,7 +24,9 @@ class BadScoreError(Exception):
 
 
 def outcome(sample: ScoreSample, returned: object, latency_ms: float) -> ScoreResult:
-    """Turn a return value into a result; what is not a finite score becomes an error of this sample."""
+    """Turn a return value into a result; what is not a finite score becomes an error of this sample, as does an exception in its place."""
+    if isinstance(returned, Exception):
+        return raised(sample, returned, latency_ms)
     try:
         return _result(sample, returned, latency_ms)
     except BadScoreError as error:
