@@ -1,59 +1,40 @@
-"""Scorers that ship with the reward service."""
+"""Scorers that ship with the reward service, and the verifiers under the names of their kinds, with default settings.
+
+Importing this is quick: what a verifier needs is imported when a grader gets ready for it.
+"""
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable
-from typing import Any
+from shoal.config.reward_service import ScorerDefinition
+from shoal.reward import REGISTRY, Row, reward
+from shoal_reward.kinds import build_scorer
+from shoal_reward.verifiers.extraction import Rule, find_answer
+from shoal_reward.verifiers.gold import column_text
 
-from shoal.errors import DataError
-from shoal.reward import Row, reward
-
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+VERIFIERS = ("choice", "format", "json_schema", "length", "math", "reasoning_gym", "regex")
+"""Kinds that are scorers of the same name too."""
 
 
 @reward(name="arithmetic", version="1")
 def arithmetic(prompt: str, response: str, row: Row) -> float:
-    """1 if the response is the row's `answer` (surrounding blanks aside), else 0."""
-    return 1.0 if response.strip() == _text(row, "answer").strip() else 0.0
+    """1 if the response, or what its last box holds, is the row's `answer` (surrounding blanks aside), else 0."""
+    answer = column_text(row, "answer")
+    return 1.0 if response.strip() == answer.strip() or _boxed(response) == answer.strip() != "" else 0.0
 
 
 @reward(name="exact", version="1")
 def exact(prompt: str, response: str, row: Row) -> float:
-    """1 if the response equals the row's `answer` character by character, else 0."""
-    return 1.0 if response == _text(row, "answer") else 0.0
+    """1 if the response, or what its last box holds, equals the row's `answer` character by character, else 0."""
+    answer = column_text(row, "answer")
+    return 1.0 if response == answer or _boxed(response) == answer != "" else 0.0
 
 
-@reward(name="reasoning_gym", version="1")
-def reasoning_gym(prompt: str, response: str, row: Row) -> float:
-    """The row's reasoning-gym `dataset` scores the answer against the row's `entry`; 0 to 1.
-
-    The answer is what stands in the first <answer></answer>, else the whole response without surrounding blanks.
-    """
-    entry = row.get("entry")
-    if not isinstance(entry, dict):
-        raise DataError("the row has no object 'entry' (question, answer, metadata) of reasoning-gym: add the column")
-    return _score_answer(_text(row, "dataset"))(extract_answer(response), entry)
+def _boxed(response: str) -> str:
+    return find_answer(response, (Rule.BOX,))
 
 
-def extract_answer(response: str) -> str:
-    """Return what stands in the first <answer></answer>, else the whole response; without surrounding blanks."""
-    tagged = _ANSWER_TAG.search(response)
-    return (response if tagged is None else tagged.group(1)).strip()
+for _name in VERIFIERS:
+    REGISTRY.add(build_scorer(_name, ScorerDefinition(kind=_name)))
 
-
-def _text(row: Row, column: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        raise DataError(f"the row's column {column!r} is {type(value).__name__}, not text: give each row a string {column!r}")
-    return value
-
-
-@functools.lru_cache(maxsize=256)
-def _score_answer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
-    # Importing reasoning-gym takes seconds, so only rows that need it pay.
-    from reasoning_gym import get_score_answer_fn
-
-    score: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(dataset)
-    return score
+reasoning_gym = REGISTRY.get("reasoning_gym").function
+"""The scorer of that name, for those who call it without a service."""
