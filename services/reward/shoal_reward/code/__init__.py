@@ -1,0 +1,1 @@
+"""Code answers, run against unit tests in a sandboxed process."""
