@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add `config`, a path, and `overrides`, a list of section.field=value."""
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -20,7 +20,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_service_arguments(parser: argparse.ArgumentParser, *, example: str, coordinator_required: bool = True) -> None:
-    """Add what a service needs that registers with the coordinator.
+    """Add what a service of one run needs that registers with the coordinator.
 
     Args:
         example: an id such as reward-0, for the help.
@@ -29,6 +29,19 @@ def add_service_arguments(parser: argparse.ArgumentParser, *, example: str, coor
     add_config_arguments(parser)
     parser.add_argument("--service-id", required=True, help=f"name in the registry, unique in the run, such as {example}")
     parser.add_argument("--coordinator", required=coordinator_required, metavar="HOST:PORT", help="where the registry listens")
+    add_address_arguments(parser)
+
+
+def add_address_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `host`, `port` and `advertise`."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
     parser.add_argument("--advertise", metavar="HOST", help="host name that others reach this service by; default: --host")
+
+
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `ca_file`, `cert_file`, `key_file` and `insecure`, for a process without a run's configuration."""
+    parser.add_argument("--ca-file", metavar="PEM", help="mTLS: the CA that signs every service")
+    parser.add_argument("--cert-file", metavar="PEM", help="mTLS: certificate of this service")
+    parser.add_argument("--key-file", metavar="PEM", help="mTLS: key of this service")
+    parser.add_argument("--insecure", action="store_true", help="plaintext beyond this machine too")

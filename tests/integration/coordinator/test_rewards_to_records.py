@@ -21,7 +21,7 @@ from shoal.clients.reward import RewardClient
 from shoal.codec.experience import record_from_bytes, record_to_bytes
 from shoal.config.models import RewardSection, RolloutSection, SecuritySection
 from shoal.errors import NotFoundError
-from shoal.reward import Row, ScorerRegistry, reward
+from shoal.reward import Isolation, Row, ScorerRegistry, reward
 from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import reward_pb2_grpc
 from shoal.types import Completion, ExperienceRecord, FinishReason, ScoreStatus
@@ -33,13 +33,13 @@ SECURITY = SecuritySection()
 ANSWERS = {"sums": [[7, 2], [7, 8, 9]], "steps": [[4, 5, 6], [4, 1]]}
 
 
-@reward(name="first_is_seven", version="1", registry=REGISTRY)
+@reward(name="first_is_seven", version="1", registry=REGISTRY, isolation=Isolation.THREAD)
 def first_is_seven(prompt: str, response: str, row: Row) -> dict[str, float]:
     """Two parts."""
     return {"correct": float(response.startswith("7")), "bonus": 0.25}
 
 
-@reward(name="per_token", version="2", registry=REGISTRY)
+@reward(name="per_token", version="2", registry=REGISTRY, isolation=Isolation.THREAD)
 def per_token(prompt: str, response: str, row: Row) -> list[float]:
     """One reward per id; one too few where the response ends with 1."""
     rewards = [0.5, -0.25, 1.0][: len(response.split())]

@@ -1,4 +1,4 @@
-"""The reward service over real gRPC, and its process."""
+"""The reward service over real gRPC, with scorers in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_reward.servicer import SERVICE_NAME, RewardServicer
 from shoal.clients.reward import RewardClient
 from shoal.config.models import SecuritySection
 from shoal.errors import NotFoundError
-from shoal.reward import Row, ScorerRegistry, reward
+from shoal.reward import Isolation, Row, ScorerRegistry, reward
 from shoal.rpc.channel import open_channel
 from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import reward_pb2, reward_pb2_grpc
@@ -28,25 +28,25 @@ REGISTRY = ScorerRegistry()
 release = threading.Event()
 
 
-@reward(name="number", version="1", registry=REGISTRY)
+@reward(name="number", version="1", registry=REGISTRY, isolation=Isolation.THREAD)
 def number(prompt: str, response: str, row: Row) -> float | None:
     """Reads a number."""
     return None if response == "skip" else float(response)
 
 
-@reward(name="number", version="2", registry=REGISTRY)
+@reward(name="number", version="2", registry=REGISTRY, isolation=Isolation.THREAD)
 def number_parts(prompt: str, response: str, row: Row) -> dict[str, float]:
     """Reads a number twice."""
     return {"first": float(response), "second": float(response)}
 
 
-@reward(name="tokens", version="1", registry=REGISTRY)
+@reward(name="tokens", version="1", registry=REGISTRY, isolation=Isolation.THREAD)
 def tokens(prompt: str, response: str, row: Row) -> list[float]:
     """A reward per letter."""
     return [0.5] * len(response)
 
 
-@reward(name="hang", version="1", registry=REGISTRY)
+@reward(name="hang", version="1", registry=REGISTRY, isolation=Isolation.THREAD)
 def hang(prompt: str, response: str, row: Row) -> float:
     """Never ends for `hang`."""
     if response == "hang":

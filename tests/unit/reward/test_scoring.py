@@ -1,18 +1,19 @@
-"""Running scorers: one result per sample, threads, async, batches, deadlines."""
+"""Running scorers in this process: one result per sample, threads, async, batches, deadlines, preparing."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from shoal_reward.scoring import ScoringPool
 
-from shoal.reward import Row
+from shoal.reward import Row, Scorer
 from shoal.types import ScoreResult, ScoreStatus
-from tests.helpers.scoring import make_samples, make_scorer
+from tests.helpers.scoring import make_sample, make_samples, make_scorer
 
 LONG_S = 20.0
 
@@ -149,9 +150,10 @@ async def batch_parse_async(prompts: list[str], responses: list[str], rows: list
 async def test_pool_batch_scorer_gives_each_sample_its_own_status(pool: ScoringPool, function: object) -> None:
     scorer = make_scorer(function, batch=True)  # type: ignore[arg-type]
     assert statuses(await pool.score(scorer, make_samples(["1", "skip", "inf"]), LONG_S)) == ["scored", "not_scored", "error"]
+    # The call raises, so its samples are called one by one.
     failed = await pool.score(scorer, make_samples(["1", "word"]), LONG_S)
-    assert statuses(failed) == ["error", "error"]
-    assert "ValueError" in failed[0].message
+    assert statuses(failed) == ["scored", "error"]
+    assert "ValueError" in failed[1].message
 
 
 async def test_pool_batch_scorer_of_another_length_is_an_error_of_all(pool: ScoringPool) -> None:
@@ -175,3 +177,43 @@ async def test_pool_scorer_that_exits_or_sets_an_alarm_is_an_error_not_a_zero(po
     results = await pool.score(make_scorer(alarm), make_samples(["1"]), LONG_S)
     assert results[0].status is ScoreStatus.ERROR
     assert "main thread" in results[0].message
+
+
+def preparing_scorer(prepare: Callable[[], None]) -> Scorer:
+    return dataclasses.replace(make_scorer(parse), prepare=prepare)
+
+
+async def test_pool_prepares_a_scorer_once_before_its_first_sample(pool: ScoringPool) -> None:
+    prepared: list[str] = []
+    scorer = preparing_scorer(lambda: prepared.append("once"))
+    for batch in await asyncio.gather(*(pool.score(scorer, make_samples(["1"]), LONG_S) for _ in range(3))):
+        assert statuses(batch) == ["scored"]
+    assert prepared == ["once"]
+
+
+async def test_pool_scorer_that_cannot_prepare_is_an_error_of_its_samples(pool: ScoringPool) -> None:
+    def fail() -> None:
+        raise OSError("no such model")
+
+    results = await pool.score(preparing_scorer(fail), make_samples(["1", "2"]), LONG_S)
+    assert [result.message for result in results] == ["scorer 'under_test' could not prepare: OSError: no such model"] * 2
+
+
+async def test_pool_samples_wait_for_slow_preparing_until_their_deadline(pool: ScoringPool) -> None:
+    release = threading.Event()
+    scorer = preparing_scorer(lambda: release.wait(LONG_S) and None)
+    (result,) = await pool.score(scorer, make_samples(["1"]), 0.1)
+    assert result.message.startswith("deadline: scorer 'under_test' was still preparing")
+    release.set()
+    assert statuses(await pool.score(scorer, make_samples(["1"]), LONG_S)) == ["scored"]
+
+
+async def test_pool_gives_token_ids_to_a_scorer_that_needs_them(pool: ScoringPool) -> None:
+    def ids(prompt: str, response: str, row: Row) -> dict[str, float]:
+        return {"prompt": float(sum(row["prompt_ids"])), "response": float(sum(row["response_ids"]))}  # type: ignore[call-overload]
+
+    scorer = dataclasses.replace(make_scorer(ids), needs_token_ids=True)
+    with_ids = dataclasses.replace(make_sample(0), prompt_ids=(1, 2), response_ids=(3, 4, 5))
+    given, without = await pool.score(scorer, [with_ids, make_sample(1)], LONG_S)
+    assert given.components == {"prompt": 3.0, "response": 12.0}
+    assert "came with 0 of its 3 response_ids" in without.message
