@@ -214,12 +214,11 @@ class RouteBook:
 
     async def stop_shadow(self, number: int, *, who: str, why: str) -> None:
         """End its shadowing, and gates that wait for it. Raises: StateError: it does not shadow."""
-        self._require_shadow(number)
         await self._write(number, RouteAction.STOP_SHADOW, who, why)
 
     async def arm(self, number: int, gates: Gates, *, who: str, why: str) -> None:
         """Have it activated once its comparison passes gates. Raises: StateError: it does not shadow."""
-        await self._write(number, RouteAction.ARM, who, why, {"gates": stored_gates(gates)}, lambda: self._require_shadow(number))
+        await self._write(number, RouteAction.ARM, who, why, {"gates": stored_gates(gates)})
 
     async def activate(self, number: int, *, who: str, why: str, gates: Gates | None = None) -> None:
         """Score new groups by a revision from now on; the one that is active so far drains.
@@ -332,11 +331,6 @@ class RouteBook:
     def _refuse_no_rollback(self) -> None:
         if not self._ledger.previous:
             raise StateError(f"there is nothing to roll back to: no revision was active before revision {self._ledger.active}")
-
-    def _require_shadow(self, number: int) -> None:
-        stage = self.stage(number)
-        if stage is not RouteStage.SHADOW:
-            raise StateError(f"revision {number} of the reward route is {stage}, it does not shadow: let it shadow a share first")
 
     def _wake(self) -> None:
         self._changed.set()

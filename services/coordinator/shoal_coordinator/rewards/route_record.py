@@ -129,6 +129,9 @@ class RouteLedger:
         expected = _STAGE_AFTER.get(entry.action, old.stage)
         if stage is not expected:
             raise StateError(f"stage is {stage}, which should be {expected}")
+        needed = _STAGE_BEFORE.get(entry.action, old.stage)
+        if old.stage is not needed:
+            raise StateError(f"revision {entry.revision} of the reward route is {old.stage}; {entry.action} needs one that is {needed}")
         if entry.action is RouteAction.ARM or (entry.action is RouteAction.SHADOW and old.stage is RouteStage.SHADOW):
             return {entry.revision: _detailed(old, entry)}
         check_transition(entry.revision, old.stage, stage)
@@ -172,6 +175,15 @@ _STAGE_AFTER: Mapping[RouteAction, RouteStage] = {
     RouteAction.DRAIN: RouteStage.DRAINED,
     RouteAction.RETIRE: RouteStage.RETIRED,
 }
+
+_STAGE_BEFORE: Mapping[RouteAction, RouteStage] = {
+    RouteAction.CHECK: RouteStage.REGISTERED,
+    RouteAction.READY: RouteStage.CHECKED,
+    RouteAction.STOP_SHADOW: RouteStage.SHADOW,
+    RouteAction.ARM: RouteStage.SHADOW,
+    RouteAction.DRAIN: RouteStage.DRAINING,
+}
+"""Where the table of stages allows more than the action means."""
 
 
 def stage_after(action: RouteAction) -> RouteStage:
