@@ -36,5 +36,8 @@ def _boxed(response: str) -> str:
 for _name in VERIFIERS:
     REGISTRY.add(build_scorer(_name, ScorerDefinition(kind=_name)))
 
+# Trying a sandbox takes a process, which an import must not start.
+REGISTRY.add(build_scorer("code", ScorerDefinition(kind="code", settings={"check_at_start": False})))
+
 reasoning_gym = REGISTRY.get("reasoning_gym").function
 """The scorer of that name, for those who call it without a service."""

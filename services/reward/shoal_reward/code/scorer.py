@@ -7,9 +7,11 @@ row's tests cannot be used (found before the answer runs) or a sandbox cannot be
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal_reward.code.answers import code_of
@@ -35,8 +37,13 @@ def build(settings: CodeSettings) -> BuiltScorer:
         del prompt
         return score_code(response, row, settings)
 
-    _try_sandbox(settings)
-    return BuiltScorer(function=score, prepare=remove_left_behind)
+    def prepare() -> None:
+        remove_left_behind()
+        _try_sandbox(settings)
+
+    if settings.check_at_start:
+        _try_sandbox(settings)
+    return BuiltScorer(function=score, prepare=prepare, content=_digest())
 
 
 def score_code(response: str, row: Mapping[str, object], settings: CodeSettings) -> dict[str, float]:
@@ -57,6 +64,12 @@ def _components(num_passed: int, num_tests: int, credit: Credit) -> dict[str, fl
     components = {"correct": float(num_passed == num_tests), "passed_share": num_passed / num_tests}
     chosen = {Credit.CORRECT: ("correct",), Credit.SHARE: ("passed_share",), Credit.BOTH: ("correct", "passed_share")}
     return {name: components[name] for name in chosen[credit]}
+
+
+def _digest() -> str:
+    """Of all files of this package: any of them can alter a score."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _try_sandbox(settings: CodeSettings) -> None:

@@ -73,6 +73,9 @@ class CodeSettings(Section):
     """Folders with packages that answers may import; they can be read by answers. Empty: the standard library alone."""
     allow_weaker_sandbox: bool = False
     """Run answers also where the kernel takes no system call filter: they could then use the network and start processes."""
+    check_at_start: bool = True
+    """Try a sandbox when the scorer is built, so that a machine where none can be had is known before the first answer. The scorer
+    that is there without settings leaves it to its graders: other scorers may be all that a service is for."""
     use_landlock: bool = True
     """Restrict files by Landlock where the kernel has it."""
 
