@@ -14,23 +14,23 @@ A scorer returns
     None                not scored: the sample reaches no advantage (which is not a reward of 0)
 
 An exception, NaN or infinity makes that sample an error; the others keep their scores. A scorer may be an `async def`; with
-`batch=True` it takes lists (prompts, responses, rows) and returns a list with one of the above per sample. Plain functions
-run in a pool of processes, which are killed when a sample takes too long or too much memory; async ones run in the server's event
-loop and must not block.
+`batch=True` it takes lists (prompts, responses, rows) and returns a list with one of the above per sample; if that raises, the samples are
+called one by one. Plain functions run in a pool of processes, in the main thread, one sample at a time; a process is killed when a sample
+takes too long, and cannot get more than its share of memory. Async functions run in the server's event loop and must not block. With
+`isolation=Isolation.THREAD` a plain function runs in threads of the server, which nothing can kill, so that a model is in memory once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from shoal.errors import ConfigError, NotFoundError
+from shoal.fingerprint import fingerprint_of
 
 Row: TypeAlias = dict[str, object]
 Score: TypeAlias = float | Mapping[str, float] | Sequence[float] | None
@@ -61,7 +61,8 @@ class Scorer:
 
     is_batch: it takes lists. is_async: calling it gives an awaitable.
     prepare: called once in every process before its first sample (imports, models); it may take long, samples may not.
-    needs_token_ids: rows get `prompt_ids` and `response_ids`, the policy's own. fingerprint: digest of its code and settings.
+    needs_token_ids: rows get `prompt_ids` and `response_ids`, the policy's own, as lists of int. fingerprint: digest of its code and
+    settings, see `shoal.fingerprint`.
     """
 
     name: str
@@ -165,14 +166,6 @@ def reward(
         return function
 
     return register
-
-
-def fingerprint_of(function: Callable[..., object], settings: str = "") -> str:
-    """Digest of the file that a function stands in, and of settings; of its bytecode where there is no file."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    path = None if code is None else Path(code.co_filename)
-    source = path.read_bytes() if path is not None and path.is_file() else getattr(code, "co_code", repr(function).encode())
-    return hashlib.sha256(b"\0".join([source, function.__qualname__.encode(), settings.encode()])).hexdigest()[:16]
 
 
 def _isolation(name: str, is_async: bool, asked: Isolation | None) -> Isolation:

@@ -19,7 +19,8 @@ from shoal.config.base import Section
 from shoal.config.explain import explain
 from shoal.config.reward_service import ScorerDefinition
 from shoal.errors import ConfigError
-from shoal.reward import Isolation, Scorer, fingerprint_of
+from shoal.fingerprint import fingerprint_of
+from shoal.reward import Isolation, Scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
