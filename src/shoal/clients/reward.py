@@ -11,7 +11,10 @@ from shoal.errors import CodecError
 from shoal.rpc.v1 import reward_pb2, reward_pb2_grpc
 from shoal.types import ScorerDescription, ScoreResult, ScoreSample, ScoreStatus
 
-__all__ = ["RewardClient", "ScorerDescription"]
+__all__ = ["RULES_BROKEN", "RewardClient", "ScorerDescription"]
+
+RULES_BROKEN = "the server broke the rules: "
+"""How the message of a result begins that a tolerant client made an error."""
 
 
 class RewardClient(ServiceClient):
@@ -63,6 +66,6 @@ def _tolerated(message: reward_pb2.ScoreResult) -> ScoreResult:
         return ScoreResult(
             sample_id=message.sample_id,
             status=ScoreStatus.ERROR,
-            message=f"the server broke the rules: {error}",
+            message=f"{RULES_BROKEN}{error}",
             latency_ms=message.latency_ms,
         )

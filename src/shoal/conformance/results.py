@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from shoal.clients.reward import RULES_BROKEN
 from shoal.conformance.report import Problem
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 
@@ -28,6 +29,9 @@ def result_problem(samples: Sequence[ScoreSample], results: Sequence[ScoreResult
 def _problem_of(sample: ScoreSample, result: ScoreResult) -> Problem | None:
     if not isinstance(result.status, ScoreStatus):
         return Problem(what=f"sample {sample.sample_id} has status {result.status!r}", fix="set the status: scored, not scored or error")
+    if result.message.startswith(RULES_BROKEN):
+        # The endpoint is one that goes on in spite of it, as in a run.
+        return Problem(what=result.message, fix="answer with a status, and with a finite value if it is scored")
     if result.status is not ScoreStatus.SCORED:
         return None
     values = {"value": result.value, **result.components} | {f"token {i}": value for i, value in enumerate(result.token_values)}

@@ -13,7 +13,7 @@ from shoal.clients.reward import RewardClient
 from shoal.config.models import SecuritySection
 from shoal.conformance import CheckLevel, ConformanceReport, check_service
 from shoal.rpc.v1 import common_pb2, reward_pb2, reward_pb2_grpc
-from tests.helpers.third_party_reward import Context, ThirdPartyReward, served
+from tests.helpers.third_party_reward import MAX_BYTES, Context, ThirdPartyReward, served
 
 Request = reward_pb2.ScoreRequest
 Sample = reward_pb2.ScoreSample
@@ -23,9 +23,9 @@ SCORED = common_pb2.SCORE_STATUS_SCORED
 
 
 async def checked(
-    servicer: reward_pb2_grpc.RewardServiceServicer, *, timeout_s: float = 10.0, max_bytes: int = 64 << 20
+    servicer: reward_pb2_grpc.RewardServiceServicer, *, timeout_s: float = 10.0, max_bytes: int = MAX_BYTES, tolerant: bool = False
 ) -> ConformanceReport:
-    async with served(servicer, max_bytes=max_bytes) as address, RewardClient(address, SecuritySection()) as client:
+    async with served(servicer, max_bytes=max_bytes) as address, RewardClient(address, SecuritySection(), tolerant=tolerant) as client:
         return await check_service(client, wanted=[("equals", "2")], timeout_s=timeout_s)
 
 
@@ -212,6 +212,20 @@ async def test_a_fault_is_a_failure_that_says_what_and_how_to_repair_it(servicer
     assert not report.passed
     assert words in failures[check]
     assert all(made.fix for made in report.failures)
+
+
+@pytest.mark.parametrize(
+    ("servicer", "words"),
+    [
+        (_NoStatus, "the server broke the rules: score status 0 is unknown"),
+        (_NotFinite, "the server broke the rules: score of sample check-0/0/0 is not finite"),
+        (_OtherOrder, "result 0 has sample_id 'check-6/0/0', the sample 'check-0/0/0'"),
+        (_DropsOne, "6 results for 7 samples"),
+    ],
+)
+async def test_what_the_client_of_a_run_lets_pass_is_a_failure_too(servicer: type[ThirdPartyReward], words: str) -> None:
+    report = await checked(servicer(), tolerant=True)
+    assert words in found(report, CheckLevel.FAILURE)["one batch"]
 
 
 @pytest.mark.parametrize(
