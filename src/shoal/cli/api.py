@@ -9,6 +9,7 @@ import httpx
 from shoal.errors import ConfigError, DeadlineError, InvalidRequestError, NotFoundError, ShoalError, StateError, UnavailableError
 
 _TIMEOUT_S = 10.0
+_NO_SUCH_PATH = "Not Found"
 _ERRORS: dict[int, type[ShoalError]] = {409: StateError, 504: DeadlineError}
 
 
@@ -71,9 +72,12 @@ class CoordinatorApi:
             raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
         if answer.status_code in _ERRORS:
             raise _ERRORS[answer.status_code](_error_text(answer))
+        if answer.status_code == 422:
+            raise InvalidRequestError(_error_text(answer, with_fix=True))
+        if answer.status_code == 404 and (what := _error_text(answer)) != _NO_SUCH_PATH:
+            raise NotFoundError(what)
         if answer.status_code >= 400:
-            kind = InvalidRequestError if answer.status_code == 422 else NotFoundError
-            raise kind(f"{method} {self.base_url}{path} answered {answer.status_code}: {_error_text(answer, with_fix=True)}")
+            raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {_error_text(answer, with_fix=True)}")
         return _body(answer, f"{self.base_url}{path}")
 
 

@@ -18,6 +18,7 @@ from shoal.config.explain import explain
 from shoal.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
+MAX_LABEL_CHARS = 64
 
 _COMPONENT = re.compile(r"(?P<scorer>[^@*\s]+)(?:@(?P<version>[^@*\s]+))?(?:\*(?P<weight>[^@*\s]+))?")
 
@@ -29,12 +30,12 @@ class RouteFileComponent(Section):
     """Name of the scorer."""
     version: str = ""
     """Its version; empty is the newest."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of what it gives."""
     parts: dict[str, float] = Field(default_factory=dict)
     """Part of a scorer that gives several -> factor; empty takes its total."""
-    timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    """Deadline of scoring one group, in seconds."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Deadline of scoring one group, in seconds; null is the run's reward.timeout_s."""
     is_required: bool = True
     """Whether a sample without its score is not scored."""
     sources: tuple[str, ...] = ()
@@ -45,8 +46,8 @@ class RouteFile(Section):
     """A route revision to add."""
 
     label: str = ""
-    """Your name for it."""
-    components: tuple[RouteFileComponent, ...] = Field(min_length=1)
+    """Your name for it; empty is what its reward is, in short."""
+    components: tuple[RouteFileComponent, ...]
     """What the reward is made of."""
     addresses: tuple[str, ...] = ()
     """host:port of servers that cannot register; the coordinator asks them itself."""
@@ -77,7 +78,12 @@ def route_body(options: RouteOptions) -> dict[str, Any]:
     components = [_component(text, options.timeout_s) for text in options.components]
     _set_optional(components, options.optional)
     _set_sources(components, options.sources)
-    return {"label": options.label, "components": components, "addresses": list(options.servers)}
+    label = options.label or _short(options.components)
+    return {"label": label, "components": components, "addresses": list(options.servers)}
+
+
+def _short(texts: Sequence[str]) -> str:
+    return " + ".join(texts)[:MAX_LABEL_CHARS]
 
 
 def _component(text: str, timeout_s: float | None) -> dict[str, Any]:
@@ -157,5 +163,8 @@ def _from_file(path: Path, options: RouteOptions) -> dict[str, Any]:
         route = RouteFile.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join([f"{path} cannot be used:", *explain(error, RouteFile)])) from None
-    body = route.model_dump(mode="json")
-    return {**body, "label": options.label or route.label, "addresses": [*route.addresses, *options.servers]}
+    if not route.components:
+        raise ConfigError(f"{path} lists no components; write at least one, such as components: [{{scorer: math}}]")
+    body = route.model_dump(mode="json", exclude_none=True)
+    label = options.label or route.label or _short([component.scorer for component in route.components])
+    return {**body, "label": label, "addresses": [*route.addresses, *options.servers]}

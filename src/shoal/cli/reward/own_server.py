@@ -18,6 +18,8 @@ from shoal.errors import ConfigError, UnavailableError
 
 READY_TIMEOUT_S = 300.0
 """A reward model takes long to load."""
+BUILTIN = "shoal_reward.builtin"
+"""What is served if nothing is asked for."""
 _POLL_S = 0.02
 _EXIT_REFUSED = 2
 
@@ -41,9 +43,10 @@ def own_server(modules: Sequence[str], serve: Path | None) -> Iterator[str]:
 
 
 def _argv(modules: Sequence[str], serve: Path | None, ready: Path) -> list[str]:
-    argv = [sys.executable, "-m", "shoal_reward", "--service-id", "offline", "--ready-file", str(ready)]
+    argv = [sys.executable, "-m", "shoal_reward", "--service-id", "offline", "--metrics-port", "-1", "--ready-file", str(ready)]
     argv += [] if serve is None else ["--serve", str(serve)]
-    return [*argv, *(argument for module in modules for argument in ("--module", module))]
+    loaded = modules if modules or serve is not None else [BUILTIN]
+    return [*argv, *(argument for module in loaded for argument in ("--module", module))]
 
 
 def _env() -> dict[str, str]:

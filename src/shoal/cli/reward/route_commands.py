@@ -20,9 +20,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the API's answer")]
 Number = Annotated[int, typer.Argument(metavar="REVISION", min=1, help="number of the revision, as `shoal reward list` shows it")]
 
 ADDRESS = "http://127.0.0.1:8080"
+NO_REASON = "no reason given"
 
 
-def _command(address: str, as_json: bool, who: str | None = None, why: str = "") -> RouteCommand:
+def _command(address: str, as_json: bool, who: str | None = None, why: str = NO_REASON) -> RouteCommand:
     signature = Signature(who=login_name() if who is None else who, why=why)
     return RouteCommand(address=address, signature=signature, console=Console(), as_json=as_json)
 
@@ -41,7 +42,7 @@ def add(
     file: Annotated[
         Path | None, typer.Option(help="YAML with label: and components: instead, for everything that a component can be")
     ] = None,
-    label: Annotated[str, typer.Option(help="your name for the revision")] = "",
+    label: Annotated[str, typer.Option(help="your name for the revision; its components if not given")] = "",
     optional: Annotated[list[str] | None, typer.Option(help="scorer that a group may do without; may be repeated")] = None,
     source: Annotated[list[str] | None, typer.Option(help="SOURCE=SCORER: rows that a scorer is for; may be repeated")] = None,
     timeout_s: Annotated[float | None, typer.Option(min=0.001, help="deadline of scoring one group, in seconds")] = None,
@@ -50,7 +51,7 @@ def add(
     wait_s: Annotated[float, typer.Option(min=1, help="how long at most, in seconds")] = 600.0,
     address: Address = ADDRESS,
     who: Who = None,
-    why: Why = "",
+    why: Why = NO_REASON,
     as_json: AsJson = False,
 ) -> None:
     """Add a revision of the reward; it is checked and warmed up, and scores nothing until it is activated."""
@@ -75,7 +76,7 @@ def shadow(
     share: Annotated[float, typer.Option(min=0, max=1, help="share of the groups that it scores too; 0 ends it")] = 1.0,
     address: Address = ADDRESS,
     who: Who = None,
-    why: Why = "",
+    why: Why = NO_REASON,
     as_json: AsJson = False,
 ) -> None:
     """Let a revision score live groups beside the active one, without any effect on the training."""
@@ -108,7 +109,7 @@ def activate(
     when_gates_pass: Annotated[bool, typer.Option("--when-gates-pass", help="later, by itself, instead of refusing now")] = False,
     address: Address = ADDRESS,
     who: Who = None,
-    why: Why = "",
+    why: Why = NO_REASON,
     as_json: AsJson = False,
 ) -> None:
     """Score the next groups by this revision; groups that were issued before keep theirs."""
@@ -124,7 +125,7 @@ def activate(
 
 
 @route_app.command()
-def rollback(address: Address = ADDRESS, who: Who = None, why: Why = "", as_json: AsJson = False) -> None:
+def rollback(address: Address = ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
     """Go back to the revision that was active before, from the next group on."""
     from shoal.cli.reward.routes import roll_back
 
@@ -132,7 +133,7 @@ def rollback(address: Address = ADDRESS, who: Who = None, why: Why = "", as_json
 
 
 @route_app.command()
-def retire(number: Number, address: Address = ADDRESS, who: Who = None, why: Why = "", as_json: AsJson = False) -> None:
+def retire(number: Number, address: Address = ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
     """End a revision that is not in use."""
     from shoal.cli.reward.routes import retire_route
 

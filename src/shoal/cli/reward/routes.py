@@ -57,6 +57,9 @@ def list_routes(command: RouteCommand) -> None:
         for remark in _remarks(route):
             print_line(command.console, remark)
     print_table(command.console, ("server", "address", "state", "scorers"), map(_server_cells, found["servers"]))
+    for server in found["servers"]:
+        if server.get("problem"):
+            print_line(command.console, f"{server['service_id']}: {server['problem']}")
 
 
 def _route_cells(route: Route) -> tuple[object, ...]:
@@ -217,9 +220,21 @@ def show_log(command: RouteCommand, limit: int) -> None:
 
 
 def _log_cells(entry: dict[str, Any]) -> tuple[object, ...]:
-    keys = ("who", "action", "revision", "stage", "active", "why", "detail")
-    detail = [entry[key] if entry[key] not in (None, "", {}) else "-" for key in keys]
-    return entry["seq"], time_text(entry["unix_s"]), *detail
+    cells = [entry[key] or "-" for key in ("who", "action", "revision", "stage", "active", "why")]
+    return entry["seq"], time_text(entry["unix_s"]), *cells, _detail_text(entry["detail"])
+
+
+def _detail_text(detail: dict[str, Any]) -> str:
+    """What belongs to an action, in short: the whole of it is in the JSON."""
+    texts = []
+    for name, value in detail.items():
+        if name == "components":
+            texts.append(reward_text({"components": value}))
+        elif name == "gates" and value:
+            texts.append(f"gates: {gates_text(value)}")
+        elif value not in (None, "", [], {}):
+            texts.append(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    return "; ".join(texts) or "-"
 
 
 def show_slow(command: RouteCommand) -> None:

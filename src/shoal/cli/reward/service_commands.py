@@ -98,11 +98,23 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 picks a free one")] = 0,
     advertise: Annotated[str | None, typer.Option(help="host name that others reach this service by; --host if not given")] = None,
+    ca_file: CaFile = None,
+    cert_file: Annotated[str | None, typer.Option(help="PEM certificate of this service")] = None,
+    key_file: Annotated[str | None, typer.Option(help="PEM key of this service")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="plaintext beyond this machine too, in a private network")] = False,
+    metrics_port: Annotated[int | None, typer.Option(min=-1, max=65535, help="Prometheus port; 0 picks a free one, -1 is none")] = None,
 ) -> None:
     """Run a reward service until SIGTERM or Ctrl-C."""
     from shoal.cli.reward.serve import ServeOptions
     from shoal.cli.reward.serve import serve as become_service
 
-    more = ["--host", host, "--port", str(port), *(["--advertise", advertise] if advertise else [])]
-    options = ServeOptions(file=file, modules=module or (), run=run, coordinator=coordinator, service_id=service_id, more=more)
-    become_service(options)
+    chosen = {
+        "--advertise": advertise,
+        "--ca-file": ca_file,
+        "--cert-file": cert_file,
+        "--key-file": key_file,
+        "--metrics-port": None if metrics_port is None else str(metrics_port),
+    }
+    more = ["--host", host, "--port", str(port), *(["--insecure"] if insecure else [])]
+    more += [text for option, value in chosen.items() if value is not None for text in (option, value)]
+    become_service(ServeOptions(file=file, modules=module or (), run=run, coordinator=coordinator, service_id=service_id, more=more))
