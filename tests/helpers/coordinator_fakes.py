@@ -146,7 +146,7 @@ class FakeReward:
 
     score_one: Callable[[ScoreSample], ScoreResult] = scored_one
     failures: list[Exception] = field(default_factory=list)
-    scorers: list[ScorerDescription] = field(default_factory=lambda: offered("sum", "exact", "run", "judge"))
+    scorers: list[ScorerDescription] = field(default_factory=lambda: offered("sum", "exact", "run", "judge", "arithmetic"))
     gate: asyncio.Event | None = None
     calls: list[list[ScoreSample]] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from shoal_coordinator.alerts import StoppedWhilePausedError
 
 from shoal.config.models import RewardSection
 from shoal.errors import StateError
@@ -114,6 +115,6 @@ async def test_a_dead_scorer_ends_the_refills() -> None:
         return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="dead")
 
     setup = CollectorSetup(rollout=FakeRollout(), reward=FakeReward(score_one), max_refills=9)
-    with pytest.raises(StateError, match="unscored, above"):
+    with pytest.raises(StoppedWhilePausedError, match="4 of 4 samples of the step have no score"):
         await setup.collect(num_groups=2)
     assert setup.taken == [2]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
+from shoal_coordinator.alerts import StoppedWhilePausedError
 from shoal_coordinator.dispatcher import Dispatcher
 from shoal_coordinator.evaluation import Evaluation, evaluate, evaluation_request, greedy_request, is_correct
 from shoal_coordinator.prompts import PromptRow
+from shoal_coordinator.rewards.calls import ScorerCalls
 from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RolloutSection, RunConfig
 from shoal.types import Completion, FinishReason, SamplingParams, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.coordinator_fakes import VOCAB_SIZE, FakeReward, FakeRollout, FakeTokenizer, make_completion, reward_pool, rollout_pool
+from tests.helpers.routes import FakeAttention, FakeRoutes, component, revision, revision_of
 
 ROWS = [
     PromptRow(
@@ -40,14 +44,28 @@ def make_config(seed: int = 0, reward: dict[str, Any] | None = None, **evaluatio
     )
 
 
-async def run(rollout: FakeRollout, reward: FakeReward, config: RunConfig | None = None) -> Evaluation:
+async def run(
+    rollout: FakeRollout,
+    reward: FakeReward,
+    config: RunConfig | None = None,
+    *,
+    routes: FakeRoutes | None = None,
+    attention: FakeAttention | None = None,
+) -> Evaluation:
     clock = StageClock()
     config = make_config() if config is None else config
     dispatcher = Dispatcher(
         rollout_pool(a=rollout), config.rollout, run_id="run", vocab_size=VOCAB_SIZE, clock=clock, wait_for_server_s=1.0
     )
-    scorer = GroupScorer(reward_pool(r=reward), config.reward, FakeTokenizer(), clock, wait_for_server_s=1.0)
-    return await evaluate(ROWS, dispatcher, scorer, config, stop_token_ids=(2,), min_policy_version=3)
+    scorer = GroupScorer(ScorerCalls(reward_pool(r=reward), max_open_requests=8), FakeTokenizer(), clock)
+    routes = FakeRoutes(revision_of(config.reward)) if routes is None else routes
+    attention = FakeAttention() if attention is None else attention
+    try:
+        return await evaluate(
+            ROWS, dispatcher, scorer, config, routes=routes, attention=attention, stop_token_ids=(2,), min_policy_version=3
+        )
+    finally:
+        assert routes.num_open == 0
 
 
 def exact(sample: ScoreSample) -> ScoreResult:
@@ -64,7 +82,15 @@ def nothing_for_row_1(request_id: str, completions: list[Completion]) -> list[Co
 async def test_evaluation_counts_right_wrong_empty_and_unscored_answers() -> None:
     evaluation = await run(FakeRollout(script=nothing_for_row_1, policy_version=3), FakeReward(exact))
     assert evaluation == Evaluation(
-        accuracy=0.5, mean_reward=1.0, policy_versions=(3,), num=4, num_unscored=1, num_rows=4, samples=1, mean_length=0.75
+        accuracy=0.5,
+        mean_reward=1.0,
+        policy_versions=(3,),
+        num=4,
+        num_unscored=1,
+        num_rows=4,
+        samples=1,
+        mean_length=0.75,
+        reward_revision=1,
     )
 
 
@@ -94,6 +120,62 @@ async def test_accuracy_is_told_per_source() -> None:
     evaluation = await run(FakeRollout(script=nothing_for_row_1, policy_version=3), FakeReward(exact), config)
     assert evaluation.source_accuracy == {"high": 0.5, "low": 0.5}
     assert evaluation.metrics()["accuracy_low"] == 0.5
+
+
+def right(sample: ScoreSample) -> ScoreResult:
+    return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=float(sample.response == sample.row["answer"]))
+
+
+def declined(sample: ScoreSample) -> ScoreResult:
+    return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.NOT_SCORED, message="no answer in the row")
+
+
+async def test_evaluation_that_pauses_scores_again_what_lacks_a_score_and_counts_it_once() -> None:
+    reward = FakeReward(lambda sample: declined(sample) if sample.row["data_source"] == "high" else right(sample))
+
+    def repair() -> None:
+        reward.score_one = right
+
+    attention = FakeAttention([repair])
+    evaluation = await run(FakeRollout(policy_version=3), reward, make_config(reward={"max_unscored_share": 0.4}), attention=attention)
+    assert (evaluation.accuracy, evaluation.num_unscored, evaluation.num_rows) == (1.0, 0, 4)
+    (alert,) = attention.alerts
+    assert alert.what == "2 of 4 samples of the evaluation have no score; reward.max_unscored_share is 0.4"
+    assert (alert.service, alert.error) == ("arithmetic@3 on r", "arithmetic@3: no answer in the row")
+    asked = [sample.sample_id for call in reward.calls for sample in call]
+    assert sorted(asked) == sorted([f"eval-v3-r{index}/0/0" for index in (0, 1, 2, 2, 3, 3)])
+
+
+async def test_evaluation_is_scored_by_one_revision_even_if_another_is_active_after_its_pause() -> None:
+    reward = FakeReward(lambda sample: declined(sample) if sample.row["data_source"] == "high" else right(sample))
+    routes = FakeRoutes(revision(component("sum")))
+
+    def repair() -> None:
+        reward.score_one = right
+        routes.active = revision(component("exact"), number=2)
+
+    config = make_config(reward={"max_unscored_share": 0.4})
+    evaluation = await run(FakeRollout(policy_version=3), reward, config, routes=routes, attention=FakeAttention([repair]))
+    assert (evaluation.accuracy, evaluation.reward_revision, evaluation.metrics()["reward_revision"]) == (1.0, 2, 2.0)
+    assert len([sample for (name, _), call in zip(reward.asked, reward.calls, strict=True) if name == "exact" for sample in call]) == 4
+
+
+async def test_evaluation_keeps_the_revision_that_was_active_when_it_began() -> None:
+    reward = FakeReward(right)
+    routes = FakeRoutes(revision(component("sum")))
+    rollout = FakeRollout(policy_version=3)
+    rollout.gate = asyncio.Event()
+    evaluating = asyncio.create_task(run(rollout, reward, routes=routes))
+    await rollout.entered.wait()
+    routes.active = revision(component("exact"), number=2)
+    rollout.gate.set()
+    assert (await evaluating).reward_revision == 1
+    assert {name for name, _ in reward.asked} == {"sum"}
+
+
+async def test_evaluation_stopped_in_its_pause_ends_without_a_result() -> None:
+    with pytest.raises(StoppedWhilePausedError):
+        await run(FakeRollout(policy_version=3), FakeReward(declined))
 
 
 async def test_evaluation_asks_for_one_greedy_sample_without_seed() -> None:

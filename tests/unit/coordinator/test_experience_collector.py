@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from shoal_coordinator.alerts import StoppedWhilePausedError
 from shoal_coordinator.stage_clock import Stage
 
 from shoal.config.models import RewardSection
-from shoal.errors import NotFoundError, StateError
+from shoal.errors import InternalError, InvalidRequestError, NotFoundError, ShoalError, StateError
 from shoal.types import Completion, FinishReason, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.coordinator_collecting import CollectorSetup
 from tests.helpers.coordinator_fakes import FakeReward, FakeRollout, make_completion, make_task, sampled_ids
@@ -58,23 +59,36 @@ async def test_unscored_samples_are_left_out_and_counted() -> None:
     assert collected.metrics()["unscored_share"] == 0.5
 
 
-async def test_too_many_unscored_samples_name_scorer_share_and_reason() -> None:
+async def test_too_many_unscored_samples_pause_the_run_and_name_service_share_and_reason() -> None:
     setup = CollectorSetup(reward=unscored_where(lambda sample: sample.sample_id.startswith("g0")), max_unscored_share=0.4)
-    with pytest.raises(StateError, match=r"'sum' left 2 of 4 samples unscored.*0\.4; first reason: scorer raised ValueError"):
+    with pytest.raises(StoppedWhilePausedError):
         await setup.collect(num_groups=2)
+    (alert,) = setup.attention.alerts
+    assert alert.what == "2 of 4 samples of the step have no score; reward.max_unscored_share is 0.4"
+    assert (alert.service, alert.error) == ("sum@3 on r", "sum@3: scorer raised ValueError")
 
 
-async def test_dead_scorer_stops_the_step_before_all_groups_are_generated() -> None:
+async def test_dead_scorer_pauses_the_step_before_all_groups_are_generated() -> None:
     setup = CollectorSetup(reward=unscored_where(lambda _: True), max_unscored_share=0.0)
     setup.rollout.gates["g1"] = asyncio.Event()
-    with pytest.raises(StateError, match="unscored"):
+    with pytest.raises(StoppedWhilePausedError):
         await asyncio.wait_for(setup.collect(num_groups=2), 10)
     assert setup.rollout.num_open == 0
 
 
-async def test_unknown_scorer_comes_out_as_one_plain_error() -> None:
-    with pytest.raises(NotFoundError, match="'sum' cannot score: no such scorer"):
-        await CollectorSetup(reward=FakeReward(failures=[NotFoundError("no such scorer")])).collect()
+@pytest.mark.parametrize("error", [NotFoundError("no such scorer"), InvalidRequestError("bad row"), InternalError("id 5")])
+async def test_failing_service_pauses_the_run_and_never_fails_it(error: ShoalError) -> None:
+    setup = CollectorSetup(reward=FakeReward(failures=[error] * 1000), section=RewardSection(scorer="sum", timeout_s=0.1))
+    with pytest.raises(StoppedWhilePausedError):
+        await setup.collect()
+    (alert,) = setup.attention.alerts
+    assert alert.error == f"sum@3 failed on 'r': {type(error).__name__}: {error}"
+
+
+async def test_collect_pauses_when_nothing_is_left_below_the_limit() -> None:
+    setup = CollectorSetup(reward=unscored_where(lambda _: True, "the score is nan"), max_unscored_share=1.0)
+    with pytest.raises(StoppedWhilePausedError, match=r"4 of 4 samples .* the score is nan"):
+        await setup.collect()
 
 
 async def test_step_without_any_token_is_an_error_with_the_counts() -> None:
@@ -82,12 +96,6 @@ async def test_step_without_any_token_is_an_error_with_the_counts() -> None:
         rollout=FakeRollout(script=lambda _, completions: [make_completion(index, []) for index in range(len(completions))])
     )
     with pytest.raises(StateError, match="none of 4 samples can be trained on: 4 had no token"):
-        await setup.collect()
-
-
-async def test_collect_names_the_scorer_when_nothing_is_left_below_the_limit() -> None:
-    setup = CollectorSetup(reward=unscored_where(lambda _: True, "the score is nan"), max_unscored_share=1.0)
-    with pytest.raises(StateError, match=r"none of 4 samples .* scorer 'sum' left 4 unscored \(the score is nan\): repair it"):
         await setup.collect()
 
 
@@ -184,7 +192,7 @@ async def test_per_token_rewards_reach_the_record_as_given_and_a_wrong_number_co
     assert first.token_rewards is not None
     assert second.token_rewards is not None
     assert (first.token_rewards.tolist(), second.token_rewards.tolist()) == ([0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.5])
-    assert (collected.num_unscored, collected.first_unscored_message) == (1, "3 per-token rewards for 4 tokens")
+    assert (collected.num_unscored, collected.first_unscored_message) == (1, "sum@3: 3 per-token rewards for 4 tokens")
 
 
 async def test_rows_of_two_sources_go_to_their_scorers_and_say_so_in_the_record() -> None:

@@ -53,7 +53,7 @@ def test_every_state_has_a_row_and_can_fail_unless_terminal() -> None:
 
 def test_training_cannot_be_skipped_to_a_push() -> None:
     machine = machine_in(RunState.ROLLING_OUT)
-    with pytest.raises(StateError, match="allowed from here: failed, stopped, training"):
+    with pytest.raises(StateError, match="allowed from here: failed, paused, stopped, training"):
         machine.go(RunState.PUSHING)
 
 
@@ -65,3 +65,16 @@ def test_state_machine_tells_listeners_and_the_time() -> None:
     machine.go(RunState.WAITING_FOR_SERVICES)
     assert seen == [(RunState.STARTING, RunState.WAITING_FOR_SERVICES)]
     assert machine.since_unix_s == 2.0
+
+
+@pytest.mark.parametrize("state", [RunState.ROLLING_OUT, RunState.EVALUATING])
+def test_run_can_pause_in_the_midst_of_what_scores_and_go_on_with_it(state: RunState) -> None:
+    machine = machine_in(state)
+    machine.go(RunState.PAUSED)
+    machine.go(state)
+    assert machine.state is state
+
+
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.FINISHING])
+def test_run_pauses_neither_before_it_has_services_nor_while_it_exports(state: RunState) -> None:
+    assert RunState.PAUSED not in TRANSITIONS[state]

@@ -1,21 +1,25 @@
-"""Scoring: calls, statuses, failures."""
+"""Scoring groups by the revision that each is pinned to."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from shoal_coordinator.dispatcher import GeneratedGroup
-from shoal_coordinator.rewards.scoring import GROUPS_PER_CALL, GroupScorer, RewardEndpoint, ScoredGroup
-from shoal_coordinator.server_pool import ServerPool
+from shoal_coordinator.rewards.call_sizes import GROUPS_PER_CALL
+from shoal_coordinator.rewards.calls import ScorerCalls
+from shoal_coordinator.rewards.route import RouteRevision
+from shoal_coordinator.rewards.scored import ScoredGroup
+from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.stage_clock import StageClock
 
 from shoal.config.models import RewardSection
-from shoal.errors import DeadlineError, InternalError, InvalidRequestError, NotFoundError, ShoalError, UnavailableError
+from shoal.errors import DeadlineError
 from shoal.types import FinishReason, ScoreResult, ScoreSample, ScoreStatus
-from tests.helpers.coordinator_fakes import FakeReward, FakeTokenizer, make_completion, make_request, make_task, reward_pool
+from tests.helpers.coordinator_fakes import FakeReward, FakeTokenizer, make_completion, make_request, make_task, offered, reward_pool
+from tests.helpers.routes import component, revision, revision_of
+
+ROUTE = revision()
 
 
 def make_group(uid: str = "e0-i0", num_samples: int = 2) -> GeneratedGroup:
@@ -23,42 +27,43 @@ def make_group(uid: str = "e0-i0", num_samples: int = 2) -> GeneratedGroup:
     return GeneratedGroup(task=make_task(uid), attempt=1, server_id="a", sampling=make_request().sampling, completions=completions)
 
 
-def make_scorer(timeout_s: float = 2.0, wait_for_server_s: float = 30.0, **servers: FakeReward) -> GroupScorer:
-    return scorer_on(reward_pool(**servers), timeout_s, wait_for_server_s)
+def scorer_on(**servers: FakeReward) -> GroupScorer:
+    calls = ScorerCalls(reward_pool(**servers), max_open_requests=64, random_unit=lambda: 0.0)
+    return GroupScorer(calls, FakeTokenizer(), StageClock(), source_key="kind")
 
 
-def scorer_on(pool: ServerPool[RewardEndpoint], timeout_s: float, wait_for_server_s: float) -> GroupScorer:
-    config = RewardSection(scorer="sum", timeout_s=timeout_s)
-    return GroupScorer(pool, config, FakeTokenizer(), StageClock(), wait_for_server_s=wait_for_server_s)
+async def score(server: FakeReward, *groups: GeneratedGroup, route: RouteRevision = ROUTE) -> list[ScoredGroup]:
+    return await scorer_on(r=server).score([(group, route) for group in groups])
 
 
 def statuses(scored: ScoredGroup) -> list[ScoreStatus]:
     return [result.status for result in scored.results]
 
 
-async def test_scorer_sends_text_row_and_lengths_of_several_groups_in_one_call() -> None:
-    server = FakeReward()
-    first, second = await make_scorer(r=server).score([make_group("x"), make_group("y", 3)])
+async def test_scorer_sends_text_row_ids_and_lengths_of_several_groups_in_one_call() -> None:
+    server = FakeReward(scorers=offered("sum", needs_token_ids=True))
+    first, second = await score(server, make_group("x"), make_group("y", 3), route=revision(component(timeout_s=2.0)))
     ((one, *_, last),) = server.calls
     assert (one.sample_id, one.prompt, one.response, one.row) == ("x/0/1", "prompt x", "0 9", {"answer": "x"})
     assert (last.sample_id, last.response, last.num_response_tokens, last.finish_reason) == ("y/2/1", "2 9", 2, FinishReason.STOP)
-    assert (first.service, first.service_version, first.scorer) == ("r", "3", "sum")
+    assert (last.prompt_ids, last.response_ids) == ((1, 2, 3), (2, 9))
+    assert (first.revision, first.components[0][0].service, first.components[0][0].component.scorer) == (1, "r", "sum")
     assert [result.sample_id for result in second.results] == ["y/0/1", "y/1/1", "y/2/1"]
+    assert [sample.sample_id for sample in second.samples] == ["y/0/1", "y/1/1", "y/2/1"]
     assert server.timeouts_s[0] == pytest.approx(4.0, abs=0.5)
 
 
 async def test_many_groups_are_split_over_calls_and_stay_in_order() -> None:
     server = FakeReward()
-    groups = [make_group(f"g{index}") for index in range(2 * GROUPS_PER_CALL + 1)]
-    scored = await make_scorer(r=server).score(groups)
+    scored = await score(server, *(make_group(f"g{index}") for index in range(2 * GROUPS_PER_CALL + 1)))
     assert sorted(map(len, server.calls)) == [2, 2 * GROUPS_PER_CALL, 2 * GROUPS_PER_CALL]
     assert [group.group.task.uid for group in scored] == [f"g{index}" for index in range(2 * GROUPS_PER_CALL + 1)]
 
 
 async def test_group_without_completions_needs_no_call() -> None:
     server = FakeReward()
-    (scored,) = await make_scorer(r=server).score([make_group(num_samples=0)])
-    assert (scored.results, server.calls) == ((), [])
+    (scored,) = await score(server, make_group(num_samples=0))
+    assert (scored.results, scored.components, server.calls) == ((), (), [])
 
 
 async def test_statuses_are_kept_apart() -> None:
@@ -69,57 +74,16 @@ async def test_statuses_are_kept_apart() -> None:
             return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="raised")
         return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=0.0)
 
-    (scored,) = await make_scorer(r=FakeReward(score_one)).score([make_group("x", 3)])
+    (scored,) = await score(FakeReward(score_one), make_group("x", 3))
     assert statuses(scored) == [ScoreStatus.NOT_SCORED, ScoreStatus.ERROR, ScoreStatus.SCORED]
+    assert [result.message for result in scored.results] == ["sum@3: no answer in the row", "sum@3: raised", ""]
 
 
-async def test_unavailable_server_is_left_for_another_one() -> None:
-    bad, good = FakeReward(failures=[UnavailableError("down")]), FakeReward()
-    (scored,) = await make_scorer(a=bad, b=good).score([make_group()])
-    assert (len(bad.calls), len(good.calls), scored.service) == (1, 1, "b")
-    assert statuses(scored) == [ScoreStatus.SCORED] * 2
-
-
-async def test_lone_server_is_asked_again_until_it_is_back_whatever_the_deadline_of_a_call() -> None:
-    server = FakeReward(failures=[UnavailableError("restarting")] * 4)
-    (scored,) = await make_scorer(timeout_s=0.001, a=server).score([make_group()])
-    assert len(server.calls) == 5
-    assert max(server.timeouts_s) == 0.001
-    assert statuses(scored) == [ScoreStatus.SCORED] * 2
-
-
-async def test_server_that_left_is_waited_for_until_its_successor_registers() -> None:
-    pool = reward_pool()
-    waiting = asyncio.create_task(scorer_on(pool, 0.001, 30.0).score([make_group()]))
-    failed = asyncio.Event()
-
-    def fail(sample: ScoreSample) -> ScoreResult:
-        pool.remove("a")
-        failed.set()
-        raise UnavailableError("killed")
-
-    pool.add("a", FakeReward(fail))
-    await failed.wait()
-    assert pool.server_ids() == ()
-    pool.add("a", FakeReward())
-    (scored,) = await waiting
-    assert (scored.service, statuses(scored)) == ("a", [ScoreStatus.SCORED] * 2)
-
-
-@pytest.mark.parametrize("error", [DeadlineError("late"), InternalError("id 5"), UnavailableError("down")])
-async def test_failed_call_leaves_samples_unscored_and_never_zero(error: ShoalError) -> None:
-    servers = {name: FakeReward(failures=[error] * 1000) for name in "abc"}
-    (scored,) = await make_scorer(timeout_s=0.2, wait_for_server_s=0.2, **servers).score([make_group()])
+async def test_failed_call_leaves_samples_unscored_and_never_zero() -> None:
+    (scored,) = await score(FakeReward(failures=[DeadlineError("late")]), make_group())
     assert statuses(scored) == [ScoreStatus.ERROR] * 2
-    assert str(error) in scored.results[0].message
-    calls = [len(server.calls) for server in servers.values()]
-    assert min(calls) >= 1 if isinstance(error, UnavailableError) else sum(calls) == 1
-
-
-@pytest.mark.parametrize("error", [NotFoundError("known: exact"), InvalidRequestError("bad row")])
-async def test_unknown_scorer_or_refused_request_fails_the_run(error: ShoalError) -> None:
-    with pytest.raises(type(error), match=rf"reward.scorer 'sum' cannot score: {error}"):
-        await make_scorer(a=FakeReward(failures=[error])).score([make_group()])
+    assert scored.results[0].message == "sum@3 failed on 'r': DeadlineError: late"
+    assert scored.components[0][0].service == "r"
 
 
 def group_of(source: str, uid: str, num_samples: int = 2) -> GeneratedGroup:
@@ -127,88 +91,102 @@ def group_of(source: str, uid: str, num_samples: int = 2) -> GeneratedGroup:
     return replace(group, task=replace(group.task, row={"answer": uid, "kind": source}))
 
 
-def router(server: RewardEndpoint, **settings: object) -> GroupScorer:
-    config = RewardSection.model_validate({"sources": {"sums": "exact", "code": "run", "maths": "exact"}, **settings})
-    pool: ServerPool[RewardEndpoint] = reward_pool()
-    pool.add("r", server)
-    return GroupScorer(pool, config, FakeTokenizer(), StageClock(), wait_for_server_s=1.0, source_key="kind")
+BY_SOURCE = revision_of(RewardSection(sources={"sums": "exact", "code": "run", "maths": "exact"}))
 
 
 async def test_groups_of_one_step_go_to_the_scorers_of_their_sources() -> None:
+    """R72."""
     server = FakeReward()
     groups = [group_of(source, f"g{place}") for place, source in enumerate(("code", "sums", "code", "maths"))]
-    scored = await router(server).score(groups)
-    assert [(group.group.task.uid, group.scorer) for group in scored] == [("g0", "run"), ("g1", "exact"), ("g2", "run"), ("g3", "exact")]
+    scored = await score(server, *groups, route=BY_SOURCE)
+    names = [{own.component.scorer for sample in group.components for own in sample} for group in scored]
+    assert names == [{"run"}, {"exact"}, {"run"}, {"exact"}]
     assert [[result.sample_id for result in group.results] for group in scored] == [
         [f"g{place}/{i}/1" for i in (0, 1)] for place in range(4)
     ]
     uids = [sorted({sample.sample_id.split("/")[0] for sample in call}) for call in server.calls]
-    assert sorted(zip(server.scorers, uids, strict=True)) == [(("exact", ""), ["g1", "g3"]), (("run", ""), ["g0", "g2"])]
+    assert sorted(zip(server.asked, uids, strict=True)) == [(("exact", "3"), ["g1", "g3"]), (("run", "3"), ["g0", "g2"])]
 
 
 async def test_order_is_kept_when_calls_of_several_scorers_are_split() -> None:
     sources = ["code" if place % 3 else "sums" for place in range(4 * GROUPS_PER_CALL)]
-    groups = [group_of(source, f"g{place}", 1) for place, source in enumerate(sources)]
-    scored = await router(FakeReward()).score(groups)
+    scored = await score(FakeReward(), *(group_of(source, f"g{place}", 1) for place, source in enumerate(sources)), route=BY_SOURCE)
     assert [group.group.task.uid for group in scored] == [f"g{place}" for place in range(4 * GROUPS_PER_CALL)]
 
 
-async def test_version_is_that_of_the_default_scorer_alone() -> None:
+async def test_row_of_a_source_that_the_route_leaves_out_is_not_scored() -> None:
     server = FakeReward()
-    await router(server, scorer="run", version="7").score([group_of("code", "a"), group_of("sums", "b")])
-    assert sorted(server.scorers) == [("exact", ""), ("run", "7")]
+    (scored,) = await score(server, group_of("poems", "g0"), route=BY_SOURCE)
+    assert (statuses(scored), server.calls) == ([ScoreStatus.NOT_SCORED] * 2, [])
 
 
-class LacksOne(FakeReward):
-    """Has no scorer `run`."""
+def worth(**values: float) -> FakeReward:
+    """Each scorer gives everything the same."""
 
-    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
-        """See FakeReward."""
-        if scorer == "run":
-            raise NotFoundError("known: exact")
-        return await super().score(scorer, version, samples, timeout_s=timeout_s)
-
-
-async def test_scorer_of_a_rare_source_is_missed_at_the_first_call() -> None:
-    with pytest.raises(NotFoundError, match=r"reward\.sources of code: 'run' cannot score: known: exact"):
-        await router(LacksOne()).score([group_of("sums", "a")])
-
-
-async def test_other_scorers_are_asked_for_once_and_without_samples() -> None:
-    server = FakeReward()
-    scorer = router(server)
-    for uid in ("a", "b"):
-        await scorer.score([group_of("sums", uid)])
-    await scorer.score([group_of("code", "c")])
-    empty = [name for (name, _), samples in zip(server.scorers, server.calls, strict=True) if not samples]
-    assert empty == ["run"]
-
-
-async def test_other_scorer_that_cannot_be_asked_for_now_is_asked_for_again() -> None:
-    class Busy(FakeReward):
-        async def score(
-            self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float
-        ) -> tuple[str, list[ScoreResult]]:
-            if not samples and len([name for name, _ in self.scorers if name == "exact"]) < 2:
-                raise DeadlineError("late")
+    class Worth(FakeReward):
+        async def score(self, scorer, version, samples, *, timeout_s):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            self.score_one = lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=values[scorer])
             return await super().score(scorer, version, samples, timeout_s=timeout_s)
 
-    server = Busy()
-    scorer = router(server)
-    for uid in ("a", "b", "c", "d"):
-        await scorer.score([group_of("sums", uid)])
-    assert [name for name, _ in server.scorers].count("run") == 1
+    return Worth()
 
 
-async def test_reward_is_the_weighted_sum_of_the_components() -> None:
+async def test_each_group_is_scored_by_the_revision_that_it_is_pinned_to() -> None:
+    old, new = revision(component("sum")), revision(component("exact"), component("judge", weight=10.0), number=2)
+    server = worth(sum=1.0, exact=2.0, judge=3.0)
+    scored = await scorer_on(r=server).score([(make_group("a"), old), (make_group("b"), new), (make_group("c"), old)])
+    assert [(group.revision, [result.value for result in group.results]) for group in scored] == [
+        (1, [1.0, 1.0]),
+        (2, [32.0, 32.0]),
+        (1, [1.0, 1.0]),
+    ]
+    assert sorted(name for name, _ in server.asked) == ["exact", "judge", "sum"], "one call of each"
+
+
+async def test_revisions_that_share_a_scorer_share_its_calls_and_weigh_it_apart() -> None:
+    server = worth(sum=1.0)
+    once, twice = revision(component("sum")), revision(component("sum", weight=2.0), number=2)
+    first, second = await scorer_on(r=server).score([(make_group("a"), once), (make_group("b"), twice)])
+    assert (first.results[0].value, second.results[0].value, len(server.calls)) == (1.0, 2.0, 1)
+
+
+async def test_groups_of_one_prompt_are_combined_alike() -> None:
+    """A greedy answer is compared with the samples: what is left out for one is left out for all."""
+
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        lacks = sample.sample_id.startswith("x-greedy")
+        status = ScoreStatus.ERROR if lacks and server.asked[-1][0] == "judge" else ScoreStatus.SCORED
+        return ScoreResult(sample_id=sample.sample_id, status=status, value=1.0)
+
+    server = FakeReward(score_one)
+    route = revision(component("sum"), component("judge", is_required=False))
+    greedy = make_group("x-greedy", 1)
+    greedy = replace(greedy, task=replace(greedy.task, group_id="x"))
+    samples, own, other = await score(server, make_group("x"), greedy, make_group("y"), route=route)
+    assert [result.value for result in (*samples.results, *own.results)] == [1.0, 1.0, 1.0]
+    assert [result.value for result in other.results] == [2.0, 2.0]
+
+
+async def test_reward_is_the_weighted_sum_of_the_parts() -> None:
     def score_one(sample: ScoreSample) -> ScoreResult:
         parts = {"correct": 1.0, "format": 0.5, "length": 9.0} if sample.sample_id.startswith("x/0") else {"correct": 1.0}
         return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=sum(parts.values()), components=parts)
 
-    config = RewardSection(scorer="sum", weights={"correct": 2.0, "format": -1.0})
-    scorer = GroupScorer(reward_pool(r=FakeReward(score_one)), config, FakeTokenizer(), StageClock(), wait_for_server_s=1.0)
-    (scored,) = await scorer.score([make_group("x")])
+    route = revision_of(RewardSection(scorer="sum", weights={"correct": 2.0, "format": -1.0}))
+    (scored,) = await score(FakeReward(score_one), make_group("x"), route=route)
     first, second = scored.results
     assert (first.value, first.components) == (1.5, {"correct": 1.0, "format": 0.5, "length": 9.0})
     assert (second.status, second.value) == (ScoreStatus.ERROR, 0.0)
-    assert second.message == "component 'format' of reward.weights is missing (the scorer gave correct)"
+    assert second.message == "sum@3: part 'format' of the route (reward.weights) is missing; the scorer gave correct"
+
+
+async def test_list_of_the_responses_length_is_used_and_one_too_short_is_refused_for_its_sample() -> None:
+    """R71."""
+
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        values = (0.5, -0.25) if sample.sample_id.startswith("x/0") else (0.5,)
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=sum(values), token_values=values)
+
+    (scored,) = await score(FakeReward(score_one), make_group("x"))
+    assert scored.results[0].token_values == (0.5, -0.25)
+    assert (scored.results[1].status, scored.results[1].message) == (ScoreStatus.ERROR, "sum@3: 1 per-token rewards for 2 tokens")
