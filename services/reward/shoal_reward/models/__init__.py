@@ -1,0 +1,1 @@
+"""Scores by reward models: in this process, or on a vLLM server."""
