@@ -201,6 +201,8 @@ def _scripts(source: str, settings: CodeSettings, num_tests: int) -> Iterator[Ru
                 watch.write(tester.requests, {"test": case.source, "entry_point": case.entry_point})
                 verdict = watch.read(tester.replies, _VERDICT_BYTES)
                 watch.look()
+                if verdict["is_broken"]:
+                    raise AnswerError(verdict["text"])
                 return verdict["passed"] is True
 
             yield run

@@ -140,7 +140,7 @@ def _text(error: Exception) -> str:
         return type(error).__name__
 
 
-def _call(target: Callable[..., object], *arguments: object, **named: object) -> object:
+def _call(target: Callable[..., object], /, *arguments: object, **named: object) -> object:
     return target(*arguments, **named)
 
 

@@ -10,7 +10,7 @@ import builtins
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 
-from shoal_reward.code.inside.wire import Message, Value, decode, encode, receive, send
+from shoal_reward.code.inside.wire import Message, TooLongError, Value, decode, encode, receive, send
 
 # fmt: off
 _LIBRARY = frozenset((
@@ -31,6 +31,8 @@ class Remote:
         self._names = names
         self._max_reply_bytes = max_reply_bytes
         self._callbacks: list[Callable[..., object]] = []
+        self.is_broken = False
+        """The answer's process ended or wrote what is no message: nothing more can be asked of it."""
 
     def names_in(self, tree: ast.Module, entry_point: str | None) -> dict[str, object]:
         """What the names that a test uses stand for.
@@ -51,17 +53,15 @@ class Remote:
 
         Raises: the built-in exception that the answer raised. EOFError: its process ended.
         """
-        send(
-            self._requests,
-            {
-                "do": do,
-                "on": reference,
-                "args": [encode(each, self._refer) for each in arguments],
-                "kwargs": {name: encode(each, self._refer) for name, each in (named or {}).items()},
-            },
-        )
-        while "call_back" in (reply := receive(self._replies, self._max_reply_bytes)):
-            self._call_back(reply)
+        request = {
+            "do": do,
+            "on": reference,
+            "args": [encode(each, self._refer) for each in arguments],
+            "kwargs": {name: encode(each, self._refer) for name, each in (named or {}).items()},
+        }
+        reply = self._exchange(request)
+        while "call_back" in reply:
+            reply = self._exchange(self._call_back(reply))
         if "raised" in reply:
             raise _exception(reply["raised"])(reply["text"])
         for at, value in reply["changed"]:
@@ -76,13 +76,22 @@ class Remote:
             return getattr(imported, name) if "name" in origin else imported
         return RemoteObject(self, {"name": name}) if origin.get("callable") else self.ask("value", {"name": name})
 
-    def _call_back(self, message: Message) -> None:
+    def _exchange(self, request: Message) -> Message:
+        try:
+            send(self._requests, request)
+            return receive(self._replies, self._max_reply_bytes)
+        except (OSError, EOFError, TooLongError, ValueError, RecursionError):
+            # What follows in the pipe, if anything, answers no question.
+            self.is_broken = True
+            raise
+
+    def _call_back(self, message: Message) -> Message:
         try:
             function = self._callbacks[message["call_back"]]
             value = function(*(decode(each, self._find) for each in message["args"]))
-            send(self._requests, {"returned": encode(value, self._refer)})
+            return {"returned": encode(value, self._refer)}
         except Exception as error:  # noqa: BLE001 - a function of the test fails in the answer's call, as it would in one process
-            send(self._requests, {"raised": f"{type(error).__name__}: {error}"})
+            return {"raised": f"{type(error).__name__}: {error}"}
 
     def _refer(self, value: object) -> Message:
         if isinstance(value, RemoteObject):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
+import types
 from typing import Any
 
 from shoal_reward.code.inside.remote import Remote
@@ -27,7 +29,8 @@ def play(plan: dict[str, Any]) -> None:
             message = receive(plan["requests"], plan["max_request_bytes"])
         except EOFError:
             os._exit(0)
-        send(plan["replies"], _run(remote, message["test"], message["entry_point"]))
+        verdict = _run(remote, message["test"], message["entry_point"])
+        send(plan["replies"], verdict | {"is_broken": remote.is_broken})
 
 
 def _run(remote: Remote, source: str, entry_point: str | None) -> Message:
@@ -38,7 +41,11 @@ def _run(remote: Remote, source: str, entry_point: str | None) -> Message:
     except Exception as error:  # noqa: BLE001 - the answer's names are the answer's fault
         return _failed(error)
     try:
-        exec(compile(tree, "tests.py", "exec"), {"__name__": "__main__", **names})  # noqa: S102 - what this process is for
+        # unittest looks for its cases in the module of this name.
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        main.__dict__.update(names)
+        exec(compile(tree, "tests.py", "exec"), main.__dict__)  # noqa: S102 - what this process is for
     except SystemExit as error:
         return _PASSED if error.code in (None, 0, False) else _failed(error)
     except BaseException as error:  # noqa: BLE001 - whatever ends a test early fails it
