@@ -7,7 +7,7 @@ import sys
 
 from shoal.errors import ConfigError
 
-BENCHMARKS = ("step", "push")
+BENCHMARKS = ("step", "push", "reward")
 
 
 def run_benchmark(name: str, arguments: list[str]) -> int:

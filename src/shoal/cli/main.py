@@ -157,7 +157,7 @@ def check_cases_command(file: Annotated[Path, typer.Argument(help="numeric cases
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="step or push")]) -> None:
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="step, push or reward")]) -> None:
     """Measure: shoal bench step --size micro --samples 64 --max-new-tokens 64 --json (each has its own --help)."""
     from shoal.cli.bench import run_benchmark
 
