@@ -38,7 +38,7 @@ class FakePin:
     """Counts how often it is released."""
 
     revision: RouteRevision
-    routes: FakeRoutes
+    routes: FakeRoutes = field(repr=False, compare=False)
     num_releases: int = 0
 
     def release(self) -> None:

@@ -79,7 +79,8 @@ def _checked(sample: ScoreSample, result: ScoreResult) -> ScoreResult:
     if not 0 <= result.latency_ms < math.inf:
         result = replace(result, latency_ms=0.0)
     if result.status is not ScoreStatus.SCORED:
-        return result
+        # What a server says beside that means nothing.
+        return replace(result, value=0.0, components={}, token_values=())
     if result.token_values and len(result.token_values) != sample.num_response_tokens:
         return as_error(result, f"{len(result.token_values)} per-token rewards for {sample.num_response_tokens} tokens")
     problem = number_problem("the score", result.value)

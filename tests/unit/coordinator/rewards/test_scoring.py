@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -120,20 +121,22 @@ async def test_row_of_a_source_that_the_route_leaves_out_is_not_scored() -> None
     assert (statuses(scored), server.calls) == ([ScoreStatus.NOT_SCORED] * 2, [])
 
 
-def worth(**values: float) -> FakeReward:
+class Worth(FakeReward):
     """Each scorer gives everything the same."""
 
-    class Worth(FakeReward):
-        async def score(self, scorer, version, samples, *, timeout_s):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-            self.score_one = lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=values[scorer])
-            return await super().score(scorer, version, samples, timeout_s=timeout_s)
+    def __init__(self, **values: float) -> None:
+        super().__init__()
+        self.values = values
 
-    return Worth()
+    async def score(self, scorer: str, version: str, samples: Sequence[ScoreSample], *, timeout_s: float) -> tuple[str, list[ScoreResult]]:
+        """See the class."""
+        _, results = await super().score(scorer, version, samples, timeout_s=timeout_s)
+        return version, [replace(result, value=self.values[scorer]) for result in results]
 
 
 async def test_each_group_is_scored_by_the_revision_that_it_is_pinned_to() -> None:
     old, new = revision(component("sum")), revision(component("exact"), component("judge", weight=10.0), number=2)
-    server = worth(sum=1.0, exact=2.0, judge=3.0)
+    server = Worth(sum=1.0, exact=2.0, judge=3.0)
     scored = await scorer_on(r=server).score([(make_group("a"), old), (make_group("b"), new), (make_group("c"), old)])
     assert [(group.revision, [result.value for result in group.results]) for group in scored] == [
         (1, [1.0, 1.0]),
@@ -144,7 +147,7 @@ async def test_each_group_is_scored_by_the_revision_that_it_is_pinned_to() -> No
 
 
 async def test_revisions_that_share_a_scorer_share_its_calls_and_weigh_it_apart() -> None:
-    server = worth(sum=1.0)
+    server = Worth(sum=1.0)
     once, twice = revision(component("sum")), revision(component("sum", weight=2.0), number=2)
     first, second = await scorer_on(r=server).score([(make_group("a"), once), (make_group("b"), twice)])
     assert (first.results[0].value, second.results[0].value, len(server.calls)) == (1.0, 2.0, 1)
