@@ -17,23 +17,24 @@ import inspect
 import os
 import site
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
 MAX_FILES = 2000
 _NUM_DIGITS = 16
+_frozen: dict[Path, bytes] = {}
 
 
 def fingerprint_of(function: Callable[..., object], settings: str = "") -> str:
     """Digest of a function's code, with the files that it imports, and of settings; of its bytecode where there is no file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    path = None if code is None else Path(code.co_filename)
     digest = hashlib.sha256()
-    if path is not None and path.is_file():
-        for name, content in _sources(Path(os.path.normpath(path.absolute()))):
-            digest.update(b"%s\0%d\0%s" % (name.encode(), len(content), content))
+    if entry := _file_of(code):
+        root = _root_of(entry)
+        for path, content in sources_of(function).items():
+            digest.update(b"%s\0%d\0%s" % (path.relative_to(root).as_posix().encode(), len(content), content))
     else:
         digest.update(repr(function).encode() if code is None else _bytecode(code))
     digest.update(b"\0".join([b"", getattr(function, "__qualname__", "").encode(), settings.encode()]))
@@ -46,13 +47,42 @@ def _bytecode(code: CodeType) -> bytes:
     return b"\0".join([code.co_code, repr(code.co_names).encode(), *constants])
 
 
-def _sources(entry: Path) -> list[tuple[str, bytes]]:
-    """Path and content of the files that a file consists of, in the order of their paths."""
-    root = entry.parent
-    while (root / "__init__.py").is_file() and root.parent != root:
-        root = root.parent
+def sources_of(function: Callable[..., object]) -> dict[Path, bytes]:
+    """The files that a function's fingerprint covers, in the order of their paths, and what is in them; none if it has no file."""
+    entry = _file_of(getattr(inspect.unwrap(function), "__code__", None))
+    if entry is None:
+        return {}
+    root = _root_of(entry)
     files = _Files(root, _package(entry, root))
-    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in sorted(files.reached_from(entry))]
+    return {path: _read(path) for path in sorted(files.reached_from(entry))}
+
+
+def freeze_sources(sources: Mapping[Path, bytes]) -> None:
+    """Compute fingerprints from now on as if these files held this, whatever has become of them."""
+    _frozen.update(sources)
+
+
+def _file_of(code: CodeType | None) -> Path | None:
+    if code is None:
+        return None
+    path = Path(os.path.normpath(Path(code.co_filename).absolute()))
+    return path if _is_file(path) else None
+
+
+def _root_of(entry: Path) -> Path:
+    """The folder of the top-level package that a file belongs to, or of the file if it is in none."""
+    root = entry.parent
+    while _is_file(root / "__init__.py") and root.parent != root:
+        root = root.parent
+    return root
+
+
+def _is_file(path: Path) -> bool:
+    return path in _frozen or path.is_file()
+
+
+def _read(path: Path) -> bytes:
+    return _frozen[path] if path in _frozen else path.read_bytes()
 
 
 def _package(entry: Path, root: Path) -> str | None:
@@ -90,9 +120,8 @@ class _Files:
 
     def _names(self, path: Path) -> Iterator[str]:
         """Dotted names that a file may import, seen from the folder."""
-        status = path.stat()
         here = path.relative_to(self._root).parts[:-1]
-        for level, name in _imports(path, status.st_mtime_ns, status.st_size):
+        for level, name in _imports(_read(path)):
             base = here[: max(0, len(here) - level + 1)] if level else ()
             yield ".".join([*base, *([name] if name else [])])
 
@@ -104,15 +133,15 @@ class _Files:
         for end in range(1, len(parts) + 1):
             place = self._root.joinpath(*parts[:end])
             for file in (place / "__init__.py", place.with_suffix(".py")):
-                if file.is_file():
+                if _is_file(file):
                     yield file
 
 
-@lru_cache(maxsize=4096)
-def _imports(path: Path, changed_ns: int, num_bytes: int) -> tuple[tuple[int, str], ...]:
+@lru_cache(maxsize=512)
+def _imports(content: bytes) -> tuple[tuple[int, str], ...]:
     """Level and dotted name of each import in a file; `from a import b` names a.b too, which may be a module."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):
         return ()
     found: set[tuple[int, str]] = set()

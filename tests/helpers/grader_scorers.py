@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.reward import Row, reward
@@ -39,7 +40,7 @@ def _print(_: str) -> float:
     sys.stdout.write("to standard output\n" * 100)
     sys.stdout.flush()
     os.write(1, b"\x00\x01\x02\x03" * 64)
-    assert sys.stdin.read() == ""  # noqa: S101 - standard input is empty
+    assert sys.stdin.read() == ""
     return 1.0
 
 
@@ -56,7 +57,7 @@ def _leave_children(path: str) -> float:
     if child == 0:
         while True:
             time.sleep(60.0)
-    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: S607
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     Path(path).write_text(f"{child} {stranger.pid}")
     return 1.0
 
@@ -71,7 +72,20 @@ def _alarm(_: str) -> float:
     return 1.0
 
 
-DEEDS = {
+def _sleep(seconds: str) -> float:
+    time.sleep(float(seconds))
+    return 1.0
+
+
+def _exit(code: str) -> float:
+    os._exit(int(code))
+
+
+def _interrupt(_: str) -> float:
+    raise KeyboardInterrupt
+
+
+DEEDS: dict[str, Callable[[str], float | None]] = {
     "endless": _endless,
     "memory": _hold_memory,
     "segfault": _segfault,
@@ -82,10 +96,10 @@ DEEDS = {
     "children": _leave_children,
     "children_endless": _leave_children_and_hang,
     "alarm": _alarm,
-    "exit": lambda code: os._exit(int(code)),  # type: ignore[return-value]
-    "raise": lambda text: float(text),
-    "interrupt": lambda _: (_ for _ in ()).throw(KeyboardInterrupt),
-    "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
+    "exit": _exit,
+    "raise": float,
+    "interrupt": _interrupt,
+    "sleep": _sleep,
     "pid": lambda _: float(os.getpid()),
     "skip": lambda _: None,
     "nan": lambda _: float("nan"),
@@ -120,8 +134,8 @@ def short_list(prompts: list[str], responses: list[str], rows: list[Row]) -> lis
 def ids(prompt: str, response: str, row: Row) -> list[float]:
     """The response's ids, plus the sum of the prompt's."""
     prompt_ids, response_ids = row["prompt_ids"], row["response_ids"]
-    assert isinstance(prompt_ids, list)  # noqa: S101 - what the test is about
-    assert isinstance(response_ids, list)  # noqa: S101
+    assert isinstance(prompt_ids, list)
+    assert isinstance(response_ids, list)
     return [float(sum(prompt_ids) + token) for token in response_ids]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,11 +69,11 @@ def is_alive(process: int) -> bool:
 async def wait_until_gone(processes: Sequence[int]) -> None:
     """Return when none of these processes runs; fails the test after a while."""
     async with asyncio.timeout(LONG_S):
-        while any(map(is_alive, processes)):
+        while any(map(is_alive, processes)):  # noqa: ASYNC110 - processes that are no children set no event
             await asyncio.sleep(0.01)
 
 
-def kill_if_alive(process: int, number: int) -> None:
-    """Signal a process that a test started."""
-    if is_alive(process):
-        os.kill(process, number)
+def children_of(process: int) -> list[int]:
+    """The processes that a process has started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

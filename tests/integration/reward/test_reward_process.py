@@ -1,4 +1,4 @@
-"""`python -m shoal_reward` as a process: ready, registered, scoring, and its end."""
+"""`python -m shoal_reward` of a run as a process: ready, registered, scoring, and its end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from shoal.config.models import SecuritySection
 from shoal.rpc.server import RpcServer
 from shoal.rpc.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
 from shoal.types import ServiceKind
+from tests.helpers.grading import children_of, wait_until_gone
 from tests.helpers.scoring import make_samples
 
 SECURITY = SecuritySection()
@@ -103,8 +104,11 @@ async def test_process_registers_scores_and_leaves_at_sigterm(registry: tuple[Re
         _, (result,) = await client.score("arithmetic", "", make_samples([" 46 "]), timeout_s=TIMEOUT_S)
         assert result.value == 1.0
         await client.close()
+        graders = children_of(process.pid)
+        assert graders
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == 0
+    await wait_until_gone(graders)
     assert leases.services() == ()
 
 

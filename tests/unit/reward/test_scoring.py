@@ -201,7 +201,11 @@ async def test_pool_scorer_that_cannot_prepare_is_an_error_of_its_samples(pool: 
 
 async def test_pool_samples_wait_for_slow_preparing_until_their_deadline(pool: ScoringPool) -> None:
     release = threading.Event()
-    scorer = preparing_scorer(lambda: release.wait(LONG_S) and None)
+
+    def wait() -> None:
+        release.wait(LONG_S)
+
+    scorer = preparing_scorer(wait)
     (result,) = await pool.score(scorer, make_samples(["1"]), 0.1)
     assert result.message.startswith("deadline: scorer 'under_test' was still preparing")
     release.set()

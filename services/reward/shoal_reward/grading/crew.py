@@ -20,7 +20,6 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from shoal.config.reward_service import RewardServiceSettings
 from shoal.errors import ConfigError, UnavailableError
 from shoal.rpc.v1 import reward_pb2
 from shoal.telemetry.logs import get_logger
@@ -28,6 +27,7 @@ from shoal_reward import metrics
 from shoal_reward.grading.frames import GREETING, REFUSAL
 from shoal_reward.grading.grader_process import GraderProcess, ending
 from shoal_reward.grading.limits import excess
+from shoal_reward.grading.order import Order
 from shoal_reward.grading.work import Task
 from shoal_reward.grading.worker import RETIRED
 from shoal_reward.metrics import Cause
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 TICK_S = 0.02
 HELP_AFTER_S = 0.02
-_FIRST_BACKOFF_S = 0.5
+_FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 30.0
 _LASTING_FAILURES = 3
 _REAP_TIMEOUT_S = 10.0
@@ -46,8 +46,8 @@ _LAST_BREATH_S = 1.0
 class Workplace(Protocol):
     """Where graders get their tasks from and leave their answers."""
 
-    def mismatch(self, offered: reward_pb2.DescribeRewardResponse) -> str:
-        """Return what is wrong with the scorers that a grader has loaded; empty if nothing."""
+    def welcome(self, offered: reward_pb2.DescribeRewardResponse) -> None:
+        """Look at what a new grader has loaded."""
 
     def answer(self, task: Task, response: reward_pb2.ScoreResponse) -> None:
         """Take an answer."""
@@ -62,8 +62,9 @@ class Workplace(Protocol):
 class GraderCrew:
     """The graders of one service. All of it runs on the event loop."""
 
-    def __init__(self, settings: RewardServiceSettings, size: int, workplace: Workplace) -> None:
-        self._settings = settings
+    def __init__(self, order: Order, size: int, workplace: Workplace) -> None:
+        self._settings = order.settings
+        self._order = order.to_bytes()
         self._size = size
         self._workplace = workplace
         self._graders: list[GraderProcess] = []
@@ -151,7 +152,7 @@ class GraderCrew:
 
     def _start_one(self) -> None:
         try:
-            grader = GraderProcess(self._settings, self._on_frame, self._on_end)
+            grader = GraderProcess(self._order, self._on_frame, self._on_end)
         except OSError as error:
             self._start_failed(f"a grader cannot be started: {error}")
             return
@@ -184,10 +185,7 @@ class GraderCrew:
             self._workplace.answer(task, response)
 
     def _greeted(self, grader: GraderProcess, payload: bytes) -> None:
-        problem = self._workplace.mismatch(reward_pb2.DescribeRewardResponse.FromString(payload))
-        if problem:
-            self._refused(grader, problem)
-            return
+        self._workplace.welcome(reward_pb2.DescribeRewardResponse.FromString(payload))
         grader.is_ready = True
         self._start_problem = ""
         metrics.running_workers.set(self.num_ready)
@@ -240,9 +238,9 @@ class GraderCrew:
             return
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(ConfigError(problem))
+        delay_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._num_failed_starts, 10))
         self._num_failed_starts += 1
         self._start_problem = problem
-        delay_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._num_failed_starts, 10))
         log.error("grader_start_failed", error=problem, retry_in_s=delay_s)
         self._restart_after(delay_s)
         self._workplace.more()

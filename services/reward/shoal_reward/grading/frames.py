@@ -1,6 +1,6 @@
 """What goes over the pipe between the service and a grader: a number and bytes, behind their length.
 
-The first frame to a grader holds its settings (JSON) and the first one back what it offers (DescribeRewardResponse), both under the
+The first frame to a grader holds its order (see `order`) and the first one back what it offers (DescribeRewardResponse), both under the
 number GREETING; a grader that cannot load its scorers answers why, under REFUSAL. After that come a ScoreRequest and its ScoreResponse
 under any other number. A response without results says that the call of a batch scorer failed: its samples are to be sent one by one.
 """

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from shoal.config.reward_service import RewardServiceSettings
 from shoal_reward.grading.channel import GraderChannel
 from shoal_reward.grading.frames import FIRST_SEQUENCE, GREETING
 from shoal_reward.grading.process_tree import kill_tree
@@ -31,11 +30,11 @@ class GraderProcess:
 
     def __init__(
         self,
-        settings: RewardServiceSettings,
+        order: bytes,
         on_frame: Callable[[GraderProcess, int, bytes], None],
         on_end: Callable[[GraderProcess], None],
     ) -> None:
-        """Start the process and send its settings; the answer comes as the first frame."""
+        """Start the process and send it the order, see `order`; the answer comes as the first frame."""
         self.tasks: dict[int, Task] = {}
         self.is_ready = False
         self.has_answered = False
@@ -54,7 +53,7 @@ class GraderProcess:
             theirs.close()
             self._progress.close()
         self._channel = GraderChannel(ours, lambda sequence, payload: on_frame(self, sequence, payload), lambda: on_end(self))
-        self._channel.send([(GREETING, settings.model_dump_json().encode())])
+        self._channel.send([(GREETING, order)])
 
     @property
     def load_ms(self) -> float:

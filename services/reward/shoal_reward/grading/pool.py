@@ -14,9 +14,13 @@ from shoal.config.reward_service import RewardServiceSettings
 from shoal.errors import CapacityError
 from shoal.reward import Isolation, Scorer
 from shoal.rpc.v1 import reward_pb2
+from shoal.telemetry.logs import get_logger
 from shoal_reward import metrics
 from shoal_reward.grading.crew import GraderCrew
+from shoal_reward.grading.order import Order
 from shoal_reward.grading.work import Batch, Pace, Task, WorkQueue
+
+log = get_logger(__name__)
 
 MAX_OPEN_SAMPLES = 1 << 17
 MAX_OPEN_BYTES = 1 << 30
@@ -41,11 +45,10 @@ class GraderPool:
             scorers: all of the service; the graders run those with isolation PROCESS.
         """
         graded = [scorer for scorer in scorers if scorer.isolation is Isolation.PROCESS]
-        self._fingerprints = {(scorer.name, scorer.version): scorer.fingerprint for scorer in graded}
+        self._graded = {(scorer.name, scorer.version): scorer for scorer in graded}
+        self._changed: dict[tuple[str, str], str] = {}
         self._num_workers = default_workers() if settings.workers is None else settings.workers
-        names = {scorer.name for scorer in graded}
-        definitions = {name: definition for name, definition in settings.scorers.items() if name in names}
-        self._crew = GraderCrew(settings.model_copy(update={"scorers": definitions}), self._num_workers, self)
+        self._crew = GraderCrew(Order.for_scorers(settings, graded), self._num_workers, self)
         self._queue = WorkQueue()
         self._pace = Pace()
         self._num_open_samples = 0
@@ -61,7 +64,7 @@ class GraderPool:
 
         Raises: ConfigError: a grader cannot load its scorers, or not in time.
         """
-        if self._fingerprints:
+        if self._graded:
             await self._crew.start()
 
     async def stop(self) -> None:
@@ -81,6 +84,8 @@ class GraderPool:
         if not samples:
             return []
         batch = Batch(scorer, samples)
+        if (problem := self._changed.get((scorer.name, scorer.version))) is not None:
+            return batch.close(problem)
         tasks = batch.tasks(self._num_workers)
         num_bytes = sum(task.num_bytes for task in tasks)
         self._check_room(len(samples), num_bytes)
@@ -99,13 +104,18 @@ class GraderPool:
                 self._queue.drop_closed()
         return batch.close()
 
-    def mismatch(self, offered: reward_pb2.DescribeRewardResponse) -> str:
+    def welcome(self, offered: reward_pb2.DescribeRewardResponse) -> None:
         """See `Workplace`."""
         loaded = {(scorer.name, scorer.version): scorer.fingerprint for scorer in offered.scorers}
-        changed = [f"{name}@{version}" for (name, version), known in self._fingerprints.items() if loaded.get((name, version)) != known]
-        if not changed:
-            return ""
-        return f"the code of {', '.join(changed)} has changed since the service started: give it a new version and restart the service"
+        for key, scorer in self._graded.items():
+            if loaded.get(key) != scorer.fingerprint and key not in self._changed:
+                # Two codes under one version would give rewards that nobody can compare.
+                self._changed[key] = (
+                    f"what stands behind {scorer.name}@{scorer.version} has changed since the service started: "
+                    "give it a new version and restart the service"
+                )
+                log.error("scorer_changed", scorer=scorer.name, version=scorer.version)
+                self._queue.fail_those_of(scorer, self._changed[key])
 
     def answer(self, task: Task, response: reward_pb2.ScoreResponse) -> None:
         """See `Workplace`."""

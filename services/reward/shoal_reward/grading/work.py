@@ -50,12 +50,12 @@ class Batch:
         waited_ms = (time.monotonic() - self._started) * 1e3
         self.settle(index, score_result_to_proto(failure(self.samples[index].sample_id, message, waited_ms)))
 
-    def close(self) -> list[reward_pb2.ScoreResult]:
+    def close(self, problem: str = DEADLINE_MESSAGE) -> list[reward_pb2.ScoreResult]:
         """Take no more results; samples without one are errors."""
         self.is_open = False
         for index, result in enumerate(self._results):
             if result is None:
-                self.fail(index, DEADLINE_MESSAGE)
+                self.fail(index, problem)
         return [result for result in self._results if result is not None]
 
 
@@ -126,6 +126,12 @@ class WorkQueue:
         """Make every waiting task an error."""
         while self._tasks:
             self._tasks.popleft().fail(message)
+
+    def fail_those_of(self, scorer: Scorer, message: str) -> None:
+        """Make every waiting task of one scorer an error; its caller is then done with."""
+        for task in self._tasks:
+            if task.batch.scorer is scorer:
+                task.fail(message)
 
 
 class Pace:

@@ -16,13 +16,13 @@ from collections import deque
 from pathlib import Path
 
 from shoal.codec.reward import scorer_description_to_proto
-from shoal.config.reward_service import RewardServiceSettings
 from shoal.errors import ConfigError, ShoalError
 from shoal.process import set_parent_death_signal
 from shoal.reward import REGISTRY, Isolation, Scorer
 from shoal.rpc.v1 import reward_pb2
 from shoal_reward.grading.frames import GREETING, REFUSAL, FrameReader, frame
 from shoal_reward.grading.grader import Grader
+from shoal_reward.grading.order import Order
 from shoal_reward.grading.progress import ProgressPage
 from shoal_reward.loading import describe, load_scorers
 
@@ -52,7 +52,7 @@ def main() -> int:
     _shield_streams()
     pipe = _Pipe(channel)
     try:
-        scorers = _load(pipe.receive_settings())
+        scorers = _load(pipe.receive_order())
     except ShoalError as error:
         pipe.send(REFUSAL, str(error).encode("utf-8", "replace"))
         pipe.flush()
@@ -84,12 +84,12 @@ class _Pipe:
         self._unsent = bytearray()
         self._flushed = time.monotonic()
 
-    def receive_settings(self) -> RewardServiceSettings:
-        """Wait for the settings, which come first."""
+    def receive_order(self) -> Order:
+        """Wait for the order, which comes first."""
         received = self.receive()
         if received is None:
-            raise ConfigError("the reward service ended before it had sent its settings")
-        return RewardServiceSettings.model_validate_json(received[1])
+            raise ConfigError("the reward service ended before it had sent its order")
+        return Order.from_bytes(received[1])
 
     def receive(self) -> tuple[int, bytes] | None:
         """Wait for the next frame; None at the end of the channel. Nothing stays unsent while it waits."""
@@ -115,9 +115,10 @@ class _Pipe:
         self._flushed = time.monotonic()
 
 
-def _load(settings: RewardServiceSettings) -> list[Scorer]:
-    _limit_resources(settings.worker_memory_bytes)
-    load_scorers(settings)
+def _load(order: Order) -> list[Scorer]:
+    _limit_resources(order.settings.worker_memory_bytes)
+    order.freeze()
+    load_scorers(order.settings)
     return [scorer for scorer in REGISTRY.all() if scorer.isolation is Isolation.PROCESS]
 
 
