@@ -28,12 +28,11 @@ from shoal_coordinator.rewards.combine import combine, with_parts
 from shoal_coordinator.rewards.comparison import Comparison, ComparisonTally, Verdict, compare_group, verdicts_of
 from shoal_coordinator.rewards.route import RouteComponent, RouteRevision
 from shoal_coordinator.rewards.scored import ComponentResult, ScoredGroup
+from shoal_coordinator.rewards.scoring import source_of
 
 log = get_logger(__name__)
 
 MAX_OPEN_GROUPS = 4
-MAX_OPEN_REQUESTS = 16
-"""Over all revisions in shadow."""
 MAX_QUEUED_GROUPS = 64
 MAX_QUEUED_BYTES = 64 << 20
 """Of texts and token ids in memory; a queue of a few huge answers is full before it has MAX_QUEUED_GROUPS."""
@@ -115,7 +114,7 @@ class ShadowRunner:
 
     Args:
         routes: which revision is active, and which are in shadow.
-        calls: the way to the servers; one of its own, with at most MAX_OPEN_REQUESTS, so that live groups never wait for its turns.
+        calls: the way to the servers; not that of live groups, which must not wait for its turns.
         source_key: column that names a row's source.
     """
 
@@ -184,7 +183,7 @@ class ShadowRunner:
         return _Work(
             revision=revision,
             tally=tally,
-            source=str(scored.group.task.row.get(self._source_key, "")),
+            source=source_of(scored.group, self._source_key),
             samples=scored.samples,
             active=verdicts_of(scored.results),
             num_bytes=_num_bytes(scored.samples),

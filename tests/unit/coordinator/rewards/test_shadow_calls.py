@@ -13,7 +13,7 @@ from shoal_coordinator.rewards.comparison import Comparison
 from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.rewards.gates import Gates, gate_problems
 from shoal_coordinator.rewards.route import RouteComponent
-from shoal_coordinator.rewards.shadow import MAX_OPEN_REQUESTS, ShadowRunner
+from shoal_coordinator.rewards.shadow import ShadowRunner
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.waiting import WaitBoard
 
@@ -21,6 +21,7 @@ from shoal.errors import InvalidRequestError, UnavailableError
 from shoal.types import ScorerDescription, ScoreResult, ScoreSample, ScoreStatus
 from tests.unit.coordinator.rewards.test_shadow import SHADOW, FakeRoutes, compared, make_revision, make_scored, running, until
 
+MAX_OPEN_REQUESTS = 16
 LIVE = RouteComponent(scorer="old", version="1", timeout_s=5.0)
 
 
