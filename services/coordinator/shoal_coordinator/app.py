@@ -34,7 +34,7 @@ from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.states import RunState, StateMachine
 from shoal_coordinator.waiting import WaitBoard
-from shoal_coordinator.workload import Workload, open_workload
+from shoal_coordinator.workload import RewardAccess, Workload, open_workload
 
 log = get_logger(__name__)
 
@@ -80,16 +80,18 @@ class Coordinator:
         self.rewards = build_reward_path(
             config, registry=self.registry, connector=connections, servers=self.fleet, pool=reward_pool, waits=waits
         )
+        control = RunControl(self.machine)
+        access = RewardAccess(calls=self.rewards.calls, routes=self.rewards.book, attention=control, shadow=self.rewards.shadow)
         parts = RunParts(
             config=config,
             machine=self.machine,
-            control=RunControl(self.machine),
+            control=control,
             fleet=self.fleet,
             sink=sink,
             history=history,
             clock=clock,
             waits=waits,
-            open_workload=make_workload or (lambda: open_workload(config, rollout_pool, reward_pool, clock)),
+            open_workload=make_workload or (lambda: open_workload(config, rollout_pool, access, clock)),
             open_route=self.rewards.lifecycle.open,
         )
         self.run = Run(parts)
