@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -59,3 +62,24 @@ async def served(servicer: reward_pb2_grpc.RewardServiceServicer | None, *, max_
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+@contextmanager
+def served_in_thread(servicer: reward_pb2_grpc.RewardServiceServicer) -> Iterator[str]:
+    """As `served`, for a test without an event loop."""
+    address: Future[str] = Future()
+    loop, done = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with served(servicer) as where:
+            address.set_result(where)
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield address.result(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ class CoordinatorApi:
         self.base_url = base
         # Loopback and private addresses: a proxy from the environment would only be in the way.
         try:
-            self._client = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False)
+            self._client = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False, verify=_certificates(base))
         except httpx.InvalidURL as error:
             raise ConfigError(f"address {address!r} cannot be read ({error}); give http://HOST:PORT, as `shoal demo` prints it") from error
 
@@ -79,6 +80,11 @@ class CoordinatorApi:
         if answer.status_code >= 400:
             raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {_error_text(answer, with_fix=True)}")
         return _body(answer, f"{self.base_url}{path}")
+
+
+def _certificates(base: str) -> ssl.SSLContext:
+    # Reading those of the system takes longer than a call, and plain HTTP needs none.
+    return ssl.create_default_context() if base.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _error_text(answer: httpx.Response, *, with_fix: bool = False) -> str:

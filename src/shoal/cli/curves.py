@@ -85,7 +85,7 @@ def _mark(axis: Axes, swaps: list[tuple[float, int]]) -> None:
         # The step before was scored by another revision: the border is between the two.
         axis.axvline(step - 0.5, color="tab:red", linestyle="--", linewidth=1.2)
         axis.annotate(
-            f"reward {revision}",
+            f"reward revision {revision}",
             (step - 0.5, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(3, -3),
@@ -101,10 +101,19 @@ def _line(axis: Axes, steps: list[Step], key: str, title: str, smooth: bool = Fa
     x, y = _series(steps, key)
     axis.plot(x, y, linewidth=1.0, alpha=0.4 if smooth else 1.0)
     if smooth:
-        mean = [sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))]
-        axis.plot(x, mean, linewidth=2.0, label="mean of 10 steps")
+        axis.plot(x, _smoothed(x, y, [step for step, _ in reward_swaps(steps)]), linewidth=2.0, label="mean of 10 steps")
         axis.legend(loc="lower right", frameon=False)
     axis.set_title(title)
+
+
+def _smoothed(x: list[float], y: list[float], borders: list[float]) -> list[float]:
+    """Mean of the last 10 values; never of values on both sides of a border, where y means something else."""
+    means = []
+    for i, step in enumerate(x):
+        first = max((border for border in borders if border <= step), default=x[0])
+        window = [value for at, value in zip(x[max(0, i - 9) : i + 1], y[max(0, i - 9) : i + 1], strict=True) if at >= first]
+        means.append(sum(window) / len(window))
+    return means
 
 
 def _stages(axis: Axes, steps: list[Step]) -> None:

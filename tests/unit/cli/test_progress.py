@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from shoal.cli.progress import cells, open_view, waiting_text
+from shoal.cli.progress import alert_text, cells, duration_text, open_view, waiting_text
 
 STEP = {"step": 3, "policy_version": 3, "reward": 0.5, "kl": 0.0123, "response_length": 4.25, "rollout_s": 0.5, "forward_s": 0.25}
 
@@ -50,3 +51,40 @@ def test_view_draws_a_table_on_a_terminal() -> None:
         view.update({"state": "rolling_out", "step": 3, "total_steps": 9}, [STEP])
     assert "3/9" in out.getvalue()
     assert "rolling out" in out.getvalue()
+
+
+ALERT = {
+    "what": "60% of the samples of step 4 have no score",
+    "service": "reward-1",
+    "error": "judge@1: the endpoint\nanswered [red]500",
+    "since_unix_s": 1000.0,
+}
+
+
+def test_alert_text_says_what_who_why_since_when_and_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1300.0)
+    text = alert_text({"state": "paused", "alert": ALERT})
+    head = "ALERT for 5 min: 60% of the samples of step 4 have no score, reward-1: judge@1: the endpoint\\nanswered [red]500"
+    assert text.startswith(head)
+    assert text.endswith("then: shoal resume")
+    assert alert_text({"alert": None}) == alert_text({}) == ""
+
+
+@pytest.mark.parametrize(("duration_s", "text"), [(0.4, "0 s"), (119, "119 s"), (150, "2 min"), (7300, "2.0 h")])
+def test_duration_text(duration_s: float, text: str) -> None:
+    assert duration_text(duration_s) == text
+
+
+def test_plain_view_prints_an_alert_once_and_again_when_it_changes() -> None:
+    out = StringIO()
+    with open_view(Console(file=out, width=200)) as view:
+        for alert in (None, ALERT, ALERT, None, ALERT):
+            view.update({"state": "paused", "alert": alert}, [])
+    assert out.getvalue().count("ALERT for") == 2
+
+
+def test_live_view_shows_an_alert() -> None:
+    out = StringIO()
+    with open_view(Console(file=out, width=300, force_terminal=True)) as view:
+        view.update({"state": "paused", "step": 3, "total_steps": 9, "alert": ALERT}, [])
+    assert "ALERT for" in out.getvalue()

@@ -96,7 +96,18 @@ def test_list_prints_the_answer_as_json() -> None:
 
 
 def test_add_sends_components_and_who_and_why() -> None:
-    arguments = ("add", "math@2*0.5", "length*-0.1", "style", "--optional", "style", "--source", "gsm8k=math", "--source", "x=y=math")
+    arguments: tuple[str, ...] = (
+        "add",
+        "math@2*0.5",
+        "length*-0.1",
+        "style",
+        "--optional",
+        "style",
+        "--source",
+        "gsm8k=math",
+        "--source",
+        "x=y=math",
+    )
     arguments += ("--label", "mix", "--server", "h:1", "--timeout-s", "5", "--who", "ada", "--why", "longer answers")
     result, (body,) = run({"POST /v1/rewards/routes": route(stage="registered")}, *arguments)
     assert result.exit_code == 0, result.exception
@@ -159,9 +170,8 @@ def test_add_gives_up_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_add_reads_a_file(tmp_path: Path) -> None:
     file = tmp_path / "route.yaml"
-    file.write_text(
-        "label: both\ncomponents:\n- {scorer: math, weight: 0.5}\n- {scorer: style, parts: {tone: 2}, is_required: false}\naddresses: ['h:1']\n"
-    )
+    components = "components:\n- {scorer: math, weight: 0.5}\n- {scorer: style, parts: {tone: 2}, is_required: false}\n"
+    file.write_text(f"label: both\n{components}addresses: ['h:1']\n")
     _, (body,) = run({"POST /v1/rewards/routes": route()}, "add", "--file", str(file), "--server", "h:2", "--json")
     parsed = AddBody.model_validate(body)
     assert (parsed.label, parsed.addresses) == ("both", ["h:1", "h:2"])

@@ -166,7 +166,7 @@ def _line(path: Path, scored: Scored | BadLine) -> str:
     head = f"{path}:{row.line}: {result.status.value.replace('_', ' ')}"
     if result.status is not ScoreStatus.SCORED:
         return f"{head}: {result.message}" if result.message else head
-    parts = "  ".join(f"{name}={value:.6g}" for name, value in result.components.items())
+    parts = "  ".join(f"{name}={value:.6g}" for name, value in sorted(result.components.items()))
     tokens = f"  ({len(result.token_values)} tokens)" if result.token_values else ""
     return "  ".join(text for text in (f"{head}  {result.value:.6g}", parts) if text) + tokens
 
