@@ -56,7 +56,7 @@ def test_demo_with_a_killed_service_fails_and_leaves_nothing(tmp_path: Path, vic
 def test_demo_goes_on_after_engine_and_reward_are_killed_and_leaves_nothing_when_the_command_is(tmp_path: Path) -> None:
     with tiny_demo(tmp_path, *_QUICK) as demo:
         demo.wait_for_step(2)
-        os.kill(demo.find("shoal_reward"), signal.SIGKILL)
+        os.kill(demo.find("shoal_reward --config"), signal.SIGKILL)
         os.kill(demo.find_engine(), signal.SIGKILL)
         step = int(demo.status()["step"])
         demo.wait_for_step(step + 4)
