@@ -9,26 +9,24 @@ from dataclasses import replace
 import pytest
 from shoal_coordinator.dispatcher import Dispatcher
 from shoal_coordinator.records import assemble_records
-from shoal_coordinator.rewards.scoring import GroupScorer, RewardEndpoint, ScoredGroup
+from shoal_coordinator.rewards.calls import ScorerCalls
+from shoal_coordinator.rewards.endpoint import RewardEndpoint
+from shoal_coordinator.rewards.route import RouteComponent, RouteRevision
+from shoal_coordinator.rewards.scored import ScoredGroup
+from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.waiting import WaitBoard
-from shoal_reward.scoring import ScoringPool
-from shoal_reward.service import RewardService
-from shoal_reward.servicer import SERVICE_NAME, RewardServicer
 
-from shoal.clients.reward import RewardClient
 from shoal.codec.experience import record_from_bytes, record_to_bytes
-from shoal.config.models import RewardSection, RolloutSection, SecuritySection
-from shoal.errors import NotFoundError
+from shoal.config.models import RewardSection, RolloutSection
 from shoal.reward import Isolation, Row, ScorerRegistry, reward
-from shoal.rpc.server import RpcServer
-from shoal.rpc.v1 import reward_pb2_grpc
 from shoal.types import Completion, ExperienceRecord, FinishReason, ScoreStatus
 from tests.helpers.coordinator_fakes import FakeRollout, FakeTokenizer, make_completion, make_request, make_task, rollout_pool
+from tests.helpers.reward_servers import serving_scorers
+from tests.helpers.routes import revision_of
 
 REGISTRY = ScorerRegistry()
-SECURITY = SecuritySection()
 # The fake tokenizer writes a response as its ids with blanks between.
 ANSWERS = {"sums": [[7, 2], [7, 8, 9]], "steps": [[4, 5, 6], [4, 1]]}
 
@@ -48,23 +46,27 @@ def per_token(prompt: str, response: str, row: Row) -> list[float]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[ServerPool[RewardEndpoint]]:
-    threads = ScoringPool(1)
-    servicer = RewardServicer(RewardService(service_id="reward", registry=REGISTRY, pool=threads))
-    server = RpcServer("127.0.0.1", 0, SECURITY)
-    server.add(lambda target: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, target), SERVICE_NAME)
-    port = await server.start()
-    server.set_serving(True)
-    client = RewardClient(f"127.0.0.1:{port}", SECURITY)
     pool: ServerPool[RewardEndpoint] = ServerPool("reward server", WaitBoard())
-    pool.add("reward", client)
-    yield pool
-    await client.close()
-    await server.stop(1.0)
-    threads.shutdown()
+    async with serving_scorers(REGISTRY) as server:
+        pool.add("reward", server)
+        yield pool
+
+
+def route(pool: ServerPool[RewardEndpoint], section: RewardSection) -> RouteRevision:
+    """What a configuration asks for, pinned to what the server offers."""
+    (server,) = pool.servers()
+    offered = {scorer.name: scorer for scorer in server.client.scorers}
+
+    def pinned(component: RouteComponent) -> RouteComponent:
+        scorer = offered.get(component.scorer)
+        return component if scorer is None else replace(component, version=scorer.version, fingerprint=scorer.fingerprint)
+
+    revision = revision_of(section)
+    return replace(revision, components=tuple(map(pinned, revision.components)))
 
 
 async def collect(pool: ServerPool[RewardEndpoint], config: RewardSection) -> tuple[list[ScoredGroup], dict[str, ExperienceRecord]]:
-    """Generate both groups, score them in one call of the scorer, store their records and read them back."""
+    """Generate both groups, score them by one revision, store their records and read them back."""
 
     def script(request_id: str, completions: list[Completion]) -> list[Completion]:
         whole, cut = ANSWERS[request_id.split("/")[1]]
@@ -73,13 +75,14 @@ async def collect(pool: ServerPool[RewardEndpoint], config: RewardSection) -> tu
     clock = StageClock()
     engine = rollout_pool(a=FakeRollout(script=script))
     dispatcher = Dispatcher(engine, RolloutSection(retries=0), run_id="run", vocab_size=100, clock=clock, wait_for_server_s=1.0)
-    scorer = GroupScorer(pool, config, FakeTokenizer(), clock, wait_for_server_s=1.0)
+    scorer = GroupScorer(ScorerCalls(pool, max_open_requests=8), FakeTokenizer(), clock)
+    revision = route(pool, config)
     tasks = [replace(make_task(source), row={"data_source": source}) for source in ANSWERS]
     groups = []
     async with aclosing(dispatcher.generate(tasks, make_request())) as finished:
         async for some in finished:
             groups += some
-    scored = sorted(await scorer.score(groups), key=lambda group: group.group.task.uid)
+    scored = sorted(await scorer.score([(group, revision) for group in groups]), key=lambda group: group.group.task.uid)
     records = [record for group in scored for record in assemble_records(group, "run", "hash", 0)]
     stored = [record_from_bytes(record_to_bytes(record)) for record in records]
     return scored, {f"{record.uid}/{record.sample_index}": record for record in stored}
@@ -89,8 +92,11 @@ BOTH = {"sums": "first_is_seven", "steps": "per_token"}
 
 
 async def test_each_source_reaches_its_scorer_and_the_records_say_which(pool: ServerPool[RewardEndpoint]) -> None:
-    (steps, sums), records = await collect(pool, RewardSection(sources=BOTH))
-    assert (sums.scorer, sums.service_version, steps.scorer, steps.service_version) == ("first_is_seven", "1", "per_token", "2")
+    """R72."""
+    _, records = await collect(pool, RewardSection(sources=BOTH))
+    named = {uid: {(part.scorer, part.service_version) for part in record.reward_components} for uid, record in records.items()}
+    assert (named["sums/0"], named["steps/0"]) == ({("first_is_seven", "1")}, {("per_token", "2")})
+    assert {record.route_revision for record in records.values()} == {1}
     assert records["sums/0"].reward == 1.25
     assert sorted((part.name, part.value, part.service) for part in records["sums/0"].reward_components) == [
         ("bonus", 0.25, "reward"),
@@ -100,6 +106,7 @@ async def test_each_source_reaches_its_scorer_and_the_records_say_which(pool: Se
 
 
 async def test_token_rewards_are_used_as_given_and_a_short_list_loses_its_sample_alone(pool: ServerPool[RewardEndpoint]) -> None:
+    """R71."""
     (steps, _), records = await collect(pool, RewardSection(sources=BOTH))
     assert [result.status for result in steps.results] == [ScoreStatus.SCORED, ScoreStatus.ERROR]
     assert "1 token rewards for 2 response tokens" in steps.results[1].message
@@ -125,7 +132,11 @@ async def test_record_has_the_weighted_total_and_the_raw_components(pool: Server
     assert {part.name: part.value for part in records["sums/0"].reward_components} == {"correct": 1.0, "bonus": 0.25}
 
 
-async def test_scorer_that_does_not_exist_fails_and_names_its_source(pool: ServerPool[RewardEndpoint]) -> None:
-    config = RewardSection(sources={**BOTH, "poems": "poet"})
-    with pytest.raises(NotFoundError, match=r"reward\.sources of poems: 'poet' cannot score: .*first_is_seven 1"):
-        await collect(pool, config)
+async def test_scorer_that_nobody_offers_leaves_its_rows_without_a_reward_and_the_others_with_theirs(
+    pool: ServerPool[RewardEndpoint],
+) -> None:
+    config = RewardSection(sources={"sums": "first_is_seven", "steps": "poet"}, timeout_s=0.1)
+    (steps, _), records = await collect(pool, config)
+    assert {result.status for result in steps.results} == {ScoreStatus.ERROR}
+    assert "no reward server offered poet@3" in steps.results[0].message
+    assert sorted(records) == ["sums/0", "sums/1"]
