@@ -23,7 +23,7 @@ from shoal.codec.rollout import check_spans, completion_from_proto, completion_t
 from shoal.codec.tensor import tensor_to_proto
 from shoal.errors import CodecError
 from shoal.rpc.v1 import common_pb2, experience_pb2, reward_pb2, rollout_pb2
-from shoal.types import Batch, MiniBatch, PolicyVersionSpan, ScoreResult, ScoreSample, ScoreStatus
+from shoal.types import Batch, FinishReason, MiniBatch, PolicyVersionSpan, ScoreResult, ScoreSample, ScoreStatus
 from tests.helpers.codec_values import COMPLETION, EXAMPLES, RECORD, REF, same
 
 
@@ -178,3 +178,19 @@ def test_score_sample_row_that_json_cannot_carry_is_refused() -> None:
     sample: ScoreSample = dataclasses.replace(example, row={"x": object()})
     with pytest.raises(CodecError, match="row of sample u/0/1 is not JSON"):
         score_sample_to_proto(sample)
+
+
+def test_score_sample_row_with_a_lone_surrogate_travels_as_it_is() -> None:
+    row: dict[str, object] = {"answer": "a\ud800ü", "plain": "ü"}
+    sample = dataclasses.replace(_SAMPLE, row=row)
+    data = score_sample_to_proto(sample).SerializeToString()
+    assert score_sample_from_proto(reward_pb2.ScoreSample.FromString(data)).row == row
+
+
+@pytest.mark.parametrize("field", ["prompt", "response"])
+def test_score_sample_text_that_is_no_unicode_is_refused(field: str) -> None:
+    with pytest.raises(CodecError, match="sample 'u/0/0' cannot be sent"):
+        score_sample_to_proto(dataclasses.replace(_SAMPLE, **{field: "\udcff"}))
+
+
+_SAMPLE = ScoreSample(sample_id="u/0/0", prompt="p", response="r", row={}, finish_reason=FinishReason.STOP, num_response_tokens=1)

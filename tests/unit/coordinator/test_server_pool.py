@@ -58,3 +58,31 @@ async def test_removed_and_replaced_servers_are_told() -> None:
     pool.remove("a")
     pool.remove("a")
     assert pool.server_ids() == ()
+
+
+async def test_pick_takes_only_servers_that_suit() -> None:
+    pool: ServerPool[str] = ServerPool("server", WaitBoard())
+    pool.add("a", "maths")
+    pool.add("b", "code")
+    assert (await pool.pick(1.0, suits=lambda server: server.client == "code")).server_id == "b"
+    assert pool.choose(suits=lambda server: server.client == "poems") is None
+    chosen = pool.choose(["a"])
+    assert chosen is not None
+    assert chosen.server_id == "b"
+
+
+async def test_pick_looks_again_at_servers_that_may_suit_later() -> None:
+    pool: ServerPool[list[str]] = ServerPool("server", WaitBoard())
+    offers: list[str] = []
+    pool.add("a", offers)
+    picking = asyncio.create_task(pool.pick(5.0, suits=lambda server: "code" in server.client))
+    await asyncio.sleep(0)
+    offers.append("code")
+    assert (await picking).server_id == "a"
+
+
+async def test_pick_without_a_server_that_suits_says_which_there_are() -> None:
+    pool: ServerPool[str] = ServerPool("reward server", WaitBoard())
+    pool.add("a", "")
+    with pytest.raises(UnavailableError, match=r"no reward server was fit for the work for 0\.01 s; there is: a"):
+        await pool.pick(0.01, suits=lambda server: False)

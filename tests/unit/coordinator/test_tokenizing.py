@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits
-from tokenizers import Tokenizer, models, pre_tokenizers
+from shoal_coordinator.tokenizing import HuggingFaceTokenizer, ModelLimits, load_tokenizer, read_model_limits, valid_text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from shoal.errors import ConfigError, DataError
 from tests.helpers.tiny_tokenizers import BOS_ID as BOS
@@ -155,3 +157,48 @@ assert tokenizer.decode(ids) == ["ab"]
 assert sys.modules.get("torch") is None
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("plain", "plain"),
+        ("grün ∑ 😀", "grün ∑ 😀"),
+        ("a\0b", "a\0b"),
+        ("x\ud800y", "x\ufffdy"),
+        ("\udcff", "\ufffd"),
+        ("\ud83d\ude00", "😀"),
+    ],
+)
+def test_text_for_scorers_is_valid_unicode(text: str, valid: str) -> None:
+    assert valid_text(text) == valid
+    valid_text(text).encode()
+
+
+def test_ids_that_are_no_utf8_decode_to_text_that_can_be_sent() -> None:
+    """A byte-level vocabulary, and a tokenizer written in Python that smuggles bytes out as surrogates."""
+
+    class Smuggling:
+        bos_token_id = None
+        chat_template = None
+        add_bos_token = False
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+        def batch_decode(self, ids: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+            return [bytes(own).decode("utf-8", "surrogateescape") for own in ids]
+
+    tokenizer = HuggingFaceTokenizer(Smuggling())
+    texts = tokenizer.decode([np.array([0x61, 0xFF, 0xC3], np.int32), np.array([0xC3, 0xA4], np.int32)])
+    assert texts == ["a\ufffd\ufffd", "ä"]
+
+
+def test_every_byte_of_a_byte_level_vocabulary_decodes_to_valid_text(tmp_path: Path) -> None:
+    vocab = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for text in tokenizer.decode([np.array([number], np.int32) for number in vocab.values()]):
+        text.encode()
