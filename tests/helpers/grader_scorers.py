@@ -67,6 +67,13 @@ def _leave_children_and_hang(path: str) -> float:
     return _endless(path)
 
 
+def _bomb(path: str) -> float:
+    for _ in range(5):
+        if os.fork() == 0 and os.getpid() % 3 == 0:
+            os.setsid()
+    return _endless(path)
+
+
 def _alarm(_: str) -> float:
     signal.signal(signal.SIGALRM, lambda number, frame: None)
     return 1.0
@@ -95,6 +102,7 @@ DEEDS: dict[str, Callable[[str], float | None]] = {
     "fork": _fork_and_return,
     "children": _leave_children,
     "children_endless": _leave_children_and_hang,
+    "bomb": _bomb,
     "alarm": _alarm,
     "exit": _exit,
     "raise": float,

@@ -12,12 +12,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from shoal_coordinator.registry import Registry
+from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
 
 from shoal.clients.reward import RewardClient
 from shoal.config.models import SecuritySection
 from shoal.rpc.channel import open_channel
+from shoal.rpc.server import RpcServer
 from shoal.rpc.v1 import reward_pb2, reward_pb2_grpc
 from shoal.rpc.v1.common_pb2 import FINISH_REASON_STOP, SCORE_STATUS_ERROR, SCORE_STATUS_SCORED
+from shoal.rpc.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+from shoal.types import ServiceKind
 from tests.helpers.grading import SCORERS_FILE, children_of, wait_until_gone
 from tests.helpers.scoring import make_samples
 
@@ -140,3 +145,19 @@ async def test_service_refuses_a_module_that_it_cannot_load() -> None:
     output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
     assert process.returncode == 2
     assert "cannot load 'no.such.module'" in output.decode()
+
+
+async def test_service_without_a_run_registers_with_a_coordinator(tmp_path: Path) -> None:
+    registry = Registry(run_id="some-run", lease_s=10.0)
+    server = RpcServer("127.0.0.1", 0, SECURITY)
+    server.add(lambda target: add_RegistryServiceServicer_to_server(RegistryServicer(registry), target), SERVICE_NAME)
+    coordinator = f"127.0.0.1:{await server.start()}"
+    try:
+        async with service(tmp_path, "--module", SCORERS_FILE, "--coordinator", coordinator, "--service-id", "extra") as (process, address):
+            (registered,) = registry.services()
+            assert (registered.service_id, registered.kind, registered.address) == ("extra", ServiceKind.REWARD, address)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == 0
+        assert registry.services() == ()
+    finally:
+        await server.stop(0.0)

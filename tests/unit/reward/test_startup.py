@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from shoal_reward.kinds import build_scorer
 from shoal_reward.startup import Startup, parser, startup_of
 
+from shoal.config.reward_service import RewardServiceSettings, build_reward_service
 from shoal.errors import ConfigError
 
 
@@ -70,3 +73,11 @@ def test_startup_refuses_what_cannot_be_served(arguments: list[str], message: st
     with pytest.raises(ConfigError) as error:
         startup(*arguments)
     assert message in str(error.value)
+
+
+def test_readme_shows_a_file_that_can_be_served() -> None:
+    readme = Path(__file__).parents[3] / "services" / "reward" / "README.md"
+    (shown,) = re.findall(r"```yaml\n(modules:.*?)```", readme.read_text(), re.DOTALL)
+    settings = build_reward_service(yaml.safe_load(shown), source="README")
+    assert [build_scorer(name, definition).name for name, definition in settings.scorers.items()] == ["boxed", "brief_answer"]
+    assert settings == RewardServiceSettings(modules=settings.modules, scorers=settings.scorers, workers=4)

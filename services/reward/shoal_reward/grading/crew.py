@@ -215,7 +215,8 @@ class GraderCrew:
             metrics.killed_workers.labels(cause).inc()
             log.warning("grader_ended", reason=reason, cause=str(cause), was_scoring=blamed is not None)
         self._replace(was_ready and (blamed is not None or grader.has_answered), reason)
-        self._workplace.lost(blamed, others, reason)
+        # One that made room for a fresh one is no reason to suspect what waited behind.
+        self._workplace.lost(blamed, others, "" if is_retired else reason)
 
     def _remove(self, grader: GraderProcess) -> None:
         self._graders.remove(grader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -59,6 +60,27 @@ async def test_children_left_behind_are_killed_with_their_grader(pool: GraderPoo
     results = await do(pool, [f"children_endless {file}", "four"])
     assert [str(result.status) for result in results] == ["error", "scored"]
     await wait_until_gone([int(text) for text in file.read_text().split()])
+
+
+def graders_and_their_forks() -> set[int]:
+    """Processes whose command line is that of a grader of this process, forks of graders among them."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"grading.worker\0--parent\0{os.getpid()}\0" in (folder / "cmdline").read_text():
+                found.add(int(folder.name))
+    return found
+
+
+async def test_process_that_multiplies_is_killed_with_all_its_copies() -> None:
+    async with running_pool(sample_timeout_s=2.0) as pool:
+        scoring, most = asyncio.create_task(do(pool, ["bomb", "four"])), 0
+        while not scoring.done():
+            most = max(most, len(graders_and_their_forks()))
+            await asyncio.wait((scoring,), timeout=0.05)
+        assert most > 8
+        assert [str(result.status) for result in await scoring] == ["error", "scored"]
+        await wait_until_gone([process for process in graders_and_their_forks() if process not in pool.process_ids])
 
 
 async def test_children_left_behind_do_not_hide_the_end_of_their_grader(pool: GraderPool, tmp_path: Path) -> None:
