@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal_reward.code.cases import CallCase, Case, ProgramCase, ScriptCase
 from shoal_reward.code.compare import outputs_agree, values_agree
-from shoal_reward.code.inside.wire import Message, decode, encode
+from shoal_reward.code.inside.wire import decode, encode
 from shoal_reward.code.sandbox import Pipes, SandboxedProcess, program_pipe
 from shoal_reward.code.settings import CodeSettings
 from shoal_reward.code.watch import AnswerError, Watch, write_some
+
+if TYPE_CHECKING:
+    from shoal_reward.code.inside.wire import Message
 
 _CHUNK_BYTES = 1 << 16
 _NAMES_BYTES = 1 << 20

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.errors import InternalError
+from shoal_reward.code.seccomp import AUDIT_ARCHES, filter_code
 from shoal_reward.code.settings import CodeSettings
 from shoal_reward.code.watch import AnswerError, Watch
 
@@ -129,7 +131,7 @@ class SandboxedProcess:
         self._undo.callback(_remove, self.folder)
         self._user = _next_user() if os.getuid() == 0 else None
         if self._user is not None:
-            os.chown(self.folder, self._user, self._user)
+            _give(self.folder, self._user)
 
     def _start(self, role: str, num_tests: int, pipes: Pipes) -> None:
         theirs_in, requests = self._undo.enter_context(_pipe())
@@ -165,6 +167,7 @@ class SandboxedProcess:
             "is_weaker_allowed": self._settings.allow_weaker_sandbox,
             "max_request_bytes": _MESSAGE_BYTES,
             "max_reply_bytes": limits.output_bytes,
+            "filter": _filter_in_hex(),
             "tasks_without_filter": own + 1,
             "limits": {
                 "cpu_s": limits.cpu_s * num_tests,
@@ -223,6 +226,13 @@ def _remove(folder: str) -> None:
         _LOG.warning("the folder of a sandbox could not be removed", extra={"folder": folder, "error": repr(error)})
 
 
+def _give(folder: str, user: int) -> None:
+    try:
+        os.chown(folder, user, user)
+    except PermissionError as error:
+        raise OSError(f"root may not change its user here (cap_drop?), run the service as a user other than root ({error})") from error
+
+
 def _next_user() -> int:
     """A user id that no other sandbox has, so that none can signal, read or starve another; nobody's where ids are few.
 
@@ -233,6 +243,12 @@ def _next_user() -> int:
         if any(first <= user < first + count for first, count in _mapped_users()):
             return user
     raise OSError("this user namespace has no id for an unprivileged user: run the service as a user other than root")
+
+
+@functools.lru_cache(maxsize=1)
+def _filter_in_hex() -> str:
+    # The kernel refuses an empty one.
+    return filter_code(platform.machine()).hex() if platform.machine() in AUDIT_ARCHES else ""
 
 
 @functools.lru_cache(maxsize=1)

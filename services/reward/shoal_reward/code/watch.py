@@ -6,9 +6,13 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shoal_reward.code.inside.wire import HEADER_BYTES, Message, pack, unpack
+from shoal_reward.code.inside.wire import HEADER_BYTES, pack, unpack
 from shoal_reward.code.settings import CodeLimits
+
+if TYPE_CHECKING:
+    from shoal_reward.code.inside.wire import Message
 
 _LOOK_S = 0.05
 _CHUNK_BYTES = 1 << 16

@@ -167,7 +167,12 @@ def test_calls_compare_plain_values() -> None:
 
 def test_programs_read_and_print() -> None:
     program = "import sys\nfor line in sys.stdin:\n    print(2 * int(line))\n"
-    tests = [{"input": "1\n2\n", "output": "2\n4"}, {"input": "", "output": ""}, {"input": "3", "output": "7"}, {"input": "x", "output": ""}]
+    tests = [
+        {"input": "1\n2\n", "output": "2\n4"},
+        {"input": "", "output": ""},
+        {"input": "3", "output": "7"},
+        {"input": "x", "output": ""},
+    ]
     assert checked(program, tests).passed == (True, True, False, False)
 
 

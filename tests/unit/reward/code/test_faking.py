@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.code_answers import passes, settings_with
+from tests.helpers.code_answers import checked, passes, settings_with
 
 EXPECTED = "kiwi-7431"
 RIGHT = f"def f(x):\n    return {EXPECTED!r}\n"
@@ -96,7 +96,7 @@ PATCHES = {
     "dunder built-ins": "__builtins__ = {'abs': lambda x: 0}\n__name__ = 'tests'\ndef f(x): return 9",
     "trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\nsys.excepthook = lambda *a: None\ndef f(x): return 9",
     "modules": "import sys, json\nsys.modules['math'] = sys.modules['json'] = None\njson.dumps = lambda *a, **k: 'null'\ndef f(x): return 9",
-    "encoder": "import shoal_reward" if False else "import sys\nwire = sys.modules['shoal_reward.code.inside.wire']\nwire.encode = lambda *a: True\n"
+    "encoder": "import sys\nwire = sys.modules['shoal_reward.code.inside.wire']\nwire.encode = lambda *a: True\n"
     "answer = sys.modules['shoal_reward.code.inside.answer']\nanswer.encode = lambda *a: {'tuple': True}\ndef f(x): return 9",
     "verdict into every pipe": "import os, json\nbody = json.dumps({'passed': True, 'text': '', 'is_broken': False}).encode()\n"
     "def f(x):\n    for fd in range(64):\n        try: os.write(fd, len(body).to_bytes(4, 'little') + body)\n        except OSError: pass\n    return 9",
@@ -135,9 +135,7 @@ def test_the_right_answer_passes(tests: object) -> None:
 
 @pytest.mark.parametrize("kind", [*VALUES, *ENDS, *PATCHES])
 def test_a_wrong_answer_passes_no_script(kind: str) -> None:
-    answer = (VALUES | ENDS | PATCHES)[kind]
-    assert not passes(answer, SCRIPT, settings_with(test_s=2.0))
-    assert not passes(answer, NUMBERS, settings_with(test_s=2.0))
+    assert not any(checked((VALUES | ENDS | PATCHES)[kind], [SCRIPT, NUMBERS], settings_with(test_s=2.0)).passed)
 
 
 @pytest.mark.parametrize("kind", [*VALUES, *ENDS, *PATCHES])
@@ -162,11 +160,12 @@ def test_expected_values_are_nowhere_in_the_process_of_the_answer() -> None:
 @pytest.mark.parametrize("forged", FORGERIES, ids=json.dumps)
 def test_forged_replies_pass_no_test(forged: dict[str, object]) -> None:
     answer = FORGER.replace("{forged!r}", repr(forged))
-    assert not passes(answer, SCRIPT, settings_with(test_s=2.0))
-    assert not passes(answer, NUMBERS, settings_with(test_s=2.0))
+    assert not any(checked(answer, [SCRIPT, NUMBERS], settings_with(test_s=1.0)).passed)
 
 
-@pytest.mark.parametrize("origin", [{"module": "unittest.__main__"}, {"module": "sys", "name": "exit"}, {"module": "os", "name": "_exit"}, {}, []])
+@pytest.mark.parametrize(
+    "origin", [{"module": "unittest.__main__"}, {"module": "sys", "name": "exit"}, {"module": "os", "name": "_exit"}, {}, []]
+)
 def test_forged_names_bring_no_exit_into_the_tests(origin: object) -> None:
     answer = (
         "import gc\n"
@@ -182,7 +181,9 @@ def test_a_library_module_is_never_the_answers() -> None:
     fake = "class math:\n    isclose = lambda *a, **k: True\ndef f(x):\n    return {}\n"
     assert not passes(fake.format(9), tests)
     assert passes(fake.format(4), tests)
-    assert not passes("import sys\nsys.modules['math'] = math = type(sys)('math')\nmath.isclose = lambda *a: True\ndef f(x): return 9", tests)
+    assert not passes(
+        "import sys\nsys.modules['math'] = math = type(sys)('math')\nmath.isclose = lambda *a: True\ndef f(x): return 9", tests
+    )
 
 
 def test_the_answer_equals_only_what_is_its_own() -> None:

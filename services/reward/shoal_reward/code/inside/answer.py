@@ -10,9 +10,14 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
 
-from shoal_reward.code.inside.wire import Message, Value, decode, encode, pack, receive
+from shoal_reward.code.inside.wire import decode, encode, pack, receive
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from shoal_reward.code.inside.wire import Message, Value
 
 _MODULE = "answer"
 _MAX_ERROR_CHARS = 200

@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from shoal_reward.code.inside.landlock import Ruleset
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
@@ -43,7 +45,7 @@ def main() -> None:
 def _confine(plan: dict[str, Any], package_root: str) -> dict[str, Any]:
     limits = importlib.import_module("shoal_reward.code.inside.limits")
     landlock = importlib.import_module("shoal_reward.code.inside.landlock")
-    seccomp = importlib.import_module("shoal_reward.code.inside.seccomp")
+    confine = importlib.import_module("shoal_reward.code.inside.confine")
     sys.path.remove(package_root)
     sys.path.extend(plan["library_folders"])
     version = landlock.abi() if plan["landlock"] else 0
@@ -51,11 +53,11 @@ def _confine(plan: dict[str, Any], package_root: str) -> dict[str, Any]:
     if plan["user"] is not None:
         limits.become(plan["user"])
     _tie_to(plan["parent"])
-    seccomp.forbid_new_privileges()
+    confine.forbid_new_privileges()
     limits.apply_limits(plan["limits"])
     if ruleset is not None:
         ruleset.apply()
-    return {"user": os.getuid(), "landlock": version, "seccomp": _filter(seccomp, limits, plan)}
+    return {"user": os.getuid(), "landlock": version, "seccomp": _filter(confine, limits, plan)}
 
 
 def _ruleset(landlock: ModuleType, version: int, plan: dict[str, Any]) -> Ruleset:
@@ -75,9 +77,9 @@ def _tie_to(parent: int) -> None:
         os._exit(_FAILED)
 
 
-def _filter(seccomp: ModuleType, limits: ModuleType, plan: dict[str, Any]) -> bool:
+def _filter(confine: ModuleType, limits: ModuleType, plan: dict[str, Any]) -> bool:
     try:
-        seccomp.install_filter()
+        confine.install_filter(bytes.fromhex(plan["filter"]))
     except OSError:
         if not plan["is_weaker_allowed"]:
             raise

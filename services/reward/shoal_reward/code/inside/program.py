@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any
 
 from shoal_reward.code.inside.wire import receive
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def play(plan: dict[str, Any]) -> None:

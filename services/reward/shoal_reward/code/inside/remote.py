@@ -10,7 +10,11 @@ import builtins
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 
-from shoal_reward.code.inside.wire import Message, TooLongError, Value, decode, encode, receive, send
+from shoal_reward.code.inside.wire import TooLongError, decode, encode, receive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from shoal_reward.code.inside.wire import Message, Value
 
 # fmt: off
 _LIBRARY = frozenset((

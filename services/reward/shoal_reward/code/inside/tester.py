@@ -9,10 +9,15 @@ import ast
 import os
 import sys
 import types
-from typing import Any
 
 from shoal_reward.code.inside.remote import Remote
-from shoal_reward.code.inside.wire import Message, receive, send
+from shoal_reward.code.inside.wire import receive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from shoal_reward.code.inside.wire import Message
 
 _MAX_ERROR_CHARS = 200
 _PASSED: Message = {"passed": True, "text": ""}

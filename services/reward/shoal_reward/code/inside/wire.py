@@ -9,11 +9,16 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
-Message: TypeAlias = dict[str, Any]
-Value: TypeAlias = Any
-"""Whatever a Python program can have."""
+# Importing typing takes longer than all of this: no sandboxed process does.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TypeAlias
+
+    Message: TypeAlias = dict[str, Any]
+    Value: TypeAlias = Any
+    """Whatever a Python program can have."""
+
 HEADER_BYTES = 4
 
 _SMALL = 1 << 62

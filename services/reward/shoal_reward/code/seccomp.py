@@ -5,13 +5,11 @@ Source: Linux, Documentation/userspace-api/seccomp_filter.rst.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
-import platform
 import struct
 
-from shoal_reward.code.inside.syscalls import CLONE3, NUMBERS, Condition, conditions
+from shoal_reward.code.inside.confine import ITSELF
+from shoal_reward.code.syscalls import CLONE3, NUMBERS, Condition, conditions
 
 AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machine -> the architecture that the kernel tells a filter."""
@@ -27,10 +25,6 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 
 Instruction = tuple[int, int, int, int]
 """Code, steps if true, steps if false, constant."""
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
 def filter_program(machine: str, process_id: int) -> list[Instruction]:
@@ -51,35 +45,13 @@ def filter_program(machine: str, process_id: int) -> list[Instruction]:
     return [*program, (_JUMP_EQUAL, 0, 1, CLONE3), _answer(NO_SUCH_CALL), _answer(REFUSE)]
 
 
-def install_filter() -> None:
-    """Confine this process and every thread that it will start, for good.
+def filter_code(machine: str) -> bytes:
+    """The filter as the kernel reads it; ITSELF stands where the number of the process belongs, which fills it in.
 
-    Raises: OSError: the kernel refuses, or the machine is neither x86_64 nor aarch64.
+    Args:
+        machine: key of AUDIT_ARCHES.
     """
-    machine = platform.machine()
-    if machine not in AUDIT_ARCHES:
-        raise OSError(errno.ENOSYS, f"there is no system call filter for {machine}; known are {', '.join(AUDIT_ARCHES)}")
-    code = b"".join(struct.pack("=HBBI", *step) for step in filter_program(machine, os.getpid()))
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
-    forbid_new_privileges()
-    if _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program)):
-        raise OSError(ctypes.get_errno(), "the kernel does not take a system call filter")
-
-
-def forbid_new_privileges() -> None:
-    """Nothing that this process starts gains rights; the kernel wants that before it takes a filter.
-
-    Raises: OSError: the kernel refuses.
-    """
-    if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS failed")
-
-
-def _prctl(option: int, first: int, second: int) -> int:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
-    return int(library.prctl(option, first, second, 0, 0))
+    return b"".join(struct.pack("=HBBI", *step) for step in filter_program(machine, ITSELF))
 
 
 def _check(condition: Condition) -> list[Instruction]:
