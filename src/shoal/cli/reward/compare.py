@@ -60,7 +60,7 @@ def _show(console: Console, found: Comparison, num_worst: int) -> None:
 def _rows(found: Comparison) -> list[tuple[str, str, str]]:
     rows = [_row(name, found[key]) for name, key in (("mean", "mean"), ("standard deviation", "std"))]
     latency = found["latency_ms"]
-    rows += [_row(f"latency {name} (ms)", {side: latency[side][name] for side in ("active", "shadow")}, "{:.1f}") for name in PERCENTILES]
+    rows += [_row(f"latency {name} (ms)", {side: latency[side][name] for side in ("active", "shadow")}, "{:.3g}") for name in PERCENTILES]
     shares = (("errors", "error_share"), ("not scored", "not_scored_share"))
     return rows + [_row(name, found[key], "{:.2%}") for name, key in shares if key in found]
 

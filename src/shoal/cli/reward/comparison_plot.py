@@ -53,7 +53,7 @@ def _draw_latencies(axis: Axes, found: dict[str, Any]) -> None:
     for offset, side, number in ((-0.2, "active", found["active"]), (0.2, "shadow", found["number"])):
         heights = [found["latency_ms"][side][name] or 0.0 for name in PERCENTILES]
         bars = axis.bar([place + offset for place in range(len(PERCENTILES))], heights, width=0.38, label=f"{side} ({number})")
-        axis.bar_label(bars, fmt="%.1f", fontsize="small")
+        axis.bar_label(bars, fmt="%.3g", fontsize="small")
     axis.set_xticks(range(len(PERCENTILES)), PERCENTILES)
     axis.set_title("latency of a sample (ms)")
     axis.legend(frameon=False)

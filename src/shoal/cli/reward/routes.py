@@ -74,7 +74,8 @@ def reward_text(route: Route) -> str:
 
 def _component_text(component: dict[str, Any]) -> str:
     weight = "" if component["weight"] == 1 else f"{component['weight']:g} "
-    name = f"{component['scorer']}@{component['version'] or '?'}"
+    # A version that was left out is pinned when the revision is checked.
+    name = f"{component['scorer']}@{component['version']}" if component["version"] else component["scorer"]
     parts = [f"{part} x{factor:g}" for part, factor in (component["parts"] or {}).items()]
     notes = [*parts, *(["for " + ", ".join(component["sources"])] if component["sources"] else [])]
     notes += [] if component["is_required"] else ["optional"]
