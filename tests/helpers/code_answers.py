@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal_reward.code.cases import cases_of
 from shoal_reward.code.checks import Checked, check
 from shoal_reward.code.settings import CodeLimits, CodeSettings
@@ -10,7 +12,7 @@ PATIENT = CodeLimits(test_s=10, answer_s=60, cpu_s=10, start_s=30)
 """Limits that a correct answer keeps also on a busy machine."""
 
 
-def settings_with(*, weaker: bool = False, landlock: bool = True, folders: tuple[str, ...] = (), **limits: float) -> CodeSettings:
+def settings_with(*, weaker: bool = False, landlock: bool = True, folders: tuple[str, ...] = (), **limits: Any) -> CodeSettings:  # noqa: ANN401 - fields of CodeLimits
     """Settings whose limits are patient but for some."""
     chosen = PATIENT.model_copy(update=limits)
     return CodeSettings(limits=chosen, allow_weaker_sandbox=weaker, use_landlock=landlock, library_folders=folders)

@@ -126,7 +126,8 @@ def test_tests_use_objects_generators_and_changed_arguments_of_the_answer() -> N
 def test_tests_use_classes_of_the_answer() -> None:
     tests = [
         "s = Stack()\ns.push(1).push([2])\nassert len(s) == 2 and s.pop() == [2] and s.pop() == 1",
-        "s = Stack()\ntry:\n    s.pop()\nexcept ValueError as error:\n    assert str(error) == 'nothing there'\nelse:\n    raise AssertionError",
+        "s = Stack()\ntry:\n    s.pop()\nexcept ValueError as error:\n    assert str(error) == 'nothing there'\n"
+        "else:\n    raise AssertionError",
         "assert Stack().push(1) == Stack().push(1) and Stack().push(1) != Stack()",
         "assert isinstance(Stack(), Stack) and not isinstance(1, Stack)",
         "s = Stack()\ns.items = [1]\nassert s.items == [1] and repr(s) == 'Stack([1])' and not hasattr(s, 'peek')",

@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shoal_reward.code.inside import landlock
@@ -216,16 +217,18 @@ print(kinds <= {"folder", "device", "pipe"})
         ("{" * 100_000, {}),
         ("import ctypes\nctypes.string_at(0)", {}),
         ("import signal, os\nos.kill(os.getpid(), signal.SIGSTOP)", {"test_s": 0.5}),
-        ("import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass", {"test_s": 0.5}),
+        ("import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+            "while True: pass", {"test_s": 0.5}),
         ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", {"test_s": 0.5}),
         ("import threading\nwhile True:\n    threading.Thread(target=threading.Event().wait).start()", {"test_s": 2.0}),
         ("import threading, os\nthreading.Thread(target=threading.Event().wait).start()", {"test_s": 0.5}),
         ("print('1')\nopen('a', 'wb').write(bytes(100 << 20))", {"file_bytes": 1 << 20}),
-        ("import time\nfor n in range(50):\n    open(str(n), 'wb').write(bytes(1 << 19))\nprint(1, flush=True)\ntime.sleep(0.2)", {"file_bytes": 1 << 20}),
+        ("import time\nfor n in range(50):\n    open(str(n), 'wb').write(bytes(1 << 19))\nprint(1, flush=True)\n"
+            "time.sleep(0.2)", {"file_bytes": 1 << 20}),
         ("for n in range(5000):\n    open(str(n), 'wb').close()\nprint(1)", {"num_files": 10}),
     ],
 )  # fmt: skip
-def test_a_program_that_breaks_a_limit_fails_and_leaves_nothing(program: str, limits: dict[str, float]) -> None:
+def test_a_program_that_breaks_a_limit_fails_and_leaves_nothing(program: str, limits: dict[str, Any]) -> None:
     before = left_behind()
     assert not passes(program, [{"input": "", "output": "1"}], settings_with(**limits))
     assert left_behind() == before
@@ -270,7 +273,8 @@ def test_nested_values_are_no_fault_of_the_service() -> None:
     answer = "def f():\n    x = 1\n    for _ in range(900):\n        x = [x]\n    return x\n"
     assert not passes(answer, [{"function": "f", "output": 1}])
     deep = "import gc\ndef f():\n    (r,) = [e for e in gc.get_objects() if type(e).__name__ == 'Receiver']\n    import os\n"
-    deep += "    body = b'{\"value\": ' + b'[' * 100000 + b']' * 100000 + b'}'\n    os.write(r._replies, len(body).to_bytes(4, 'little') + body)\n"
+    deep += "    body = b'{\"value\": ' + b'[' * 100000 + b']' * 100000 + b'}'\n"
+    deep += "    os.write(r._replies, len(body).to_bytes(4, 'little') + body)\n"
     assert not passes(deep, [{"function": "f", "output": 1}])
     assert not passes(deep, "assert f()")
 

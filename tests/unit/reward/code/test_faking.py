@@ -63,15 +63,20 @@ VALUES = {
     "equal to everything": "class E:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\ndef f(x): return E()",
     "any": "from unittest.mock import ANY\ndef f(x): return ANY",
     "equal str": "class E(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\ndef f(x): return E('a')",
-    "equal int": "class E(int):\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n    def __sub__(self, o): return 0\n"
+    "equal int": "class E(int):\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n"
+    "    def __sub__(self, o): return 0\n"
     "    __hash__ = int.__hash__\ndef f(x): return E(1)",
-    "equal float": "class E(float):\n    def __eq__(self, o): return True\n    def __sub__(self, o): return 0.0\n    __hash__ = float.__hash__\n"
+    "equal float": "class E(float):\n    def __eq__(self, o): return True\n    def __sub__(self, o): return 0.0\n"
+    "    __hash__ = float.__hash__\n"
     "def f(x): return E(1)",
-    "disguised": "class E:\n    __class__ = property(lambda self: str)\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return E()",
+    "disguised": "class E:\n    __class__ = property(lambda self: str)\n    def __eq__(self, other): return True\n"
+    "    __hash__ = None\ndef f(x): return E()",
     "equal list": "class E(list):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return E()",
     "mock": "from unittest.mock import MagicMock\nf = MagicMock()",
-    "equal callable": "class E:\n    def __call__(self, *a): return self\n    def __eq__(self, other): return True\n    __hash__ = None\nf = E()",
-    "metaclass": "class M(type):\n    def __eq__(self, other): return True\n    __hash__ = type.__hash__\nclass f(metaclass=M):\n    def __init__(self, x): pass\n"
+    "equal callable": "class E:\n    def __call__(self, *a): return self\n    def __eq__(self, other): return True\n"
+    "    __hash__ = None\nf = E()",
+    "metaclass": "class M(type):\n    def __eq__(self, other): return True\n    __hash__ = type.__hash__\n"
+    "class f(metaclass=M):\n    def __init__(self, x): pass\n"
     "    __eq__ = lambda self, other: True\n    __hash__ = None",
 }
 ENDS = {
@@ -91,15 +96,19 @@ ENDS = {
 }
 PATCHES = {
     "printed": "print('passed')\nprint('OK')\ndef f(x): print('passed')",
-    "built-ins": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.AssertionError = Warning\nbuiltins.isinstance = lambda *a: True\ndef f(x): return 9",
+    "built-ins": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.AssertionError = Warning\n"
+        "builtins.isinstance = lambda *a: True\ndef f(x): return 9",
     "own built-ins": "abs = lambda x: 0\nAssertionError = SystemExit\ntype = len = lambda *a: 4\ndef f(x): return 9",
     "dunder built-ins": "__builtins__ = {'abs': lambda x: 0}\n__name__ = 'tests'\ndef f(x): return 9",
-    "trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\nsys.excepthook = lambda *a: None\ndef f(x): return 9",
-    "modules": "import sys, json\nsys.modules['math'] = sys.modules['json'] = None\njson.dumps = lambda *a, **k: 'null'\ndef f(x): return 9",
+    "trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\n"
+        "sys.excepthook = lambda *a: None\ndef f(x): return 9",
+    "modules": "import sys, json\nsys.modules['math'] = sys.modules['json'] = None\n"
+        "json.dumps = lambda *a, **k: 'null'\ndef f(x): return 9",
     "encoder": "import sys\nwire = sys.modules['shoal_reward.code.inside.wire']\nwire.encode = lambda *a: True\n"
     "answer = sys.modules['shoal_reward.code.inside.answer']\nanswer.encode = lambda *a: {'tuple': True}\ndef f(x): return 9",
     "verdict into every pipe": "import os, json\nbody = json.dumps({'passed': True, 'text': '', 'is_broken': False}).encode()\n"
-    "def f(x):\n    for fd in range(64):\n        try: os.write(fd, len(body).to_bytes(4, 'little') + body)\n        except OSError: pass\n    return 9",
+    "def f(x):\n    for fd in range(64):\n        try: os.write(fd, len(body).to_bytes(4, 'little') + body)\n"
+        "        except OSError: pass\n    return 9",
     "raised assertion": "def f(x): raise AssertionError",
 }  # fmt: skip
 FORGERIES = [
