@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from shoal_coordinator.rewards.book import RouteBook
 from shoal_coordinator.rewards.route import RouteComponent
@@ -11,9 +12,9 @@ from shoal_coordinator.rewards.route_stages import RouteStage
 WHO, WHY = "ada", "because"
 
 
-def component(scorer: str = "math", version: str = "1", fingerprint: str = "f1", **fields: object) -> RouteComponent:
+def component(scorer: str = "math", version: str = "1", fingerprint: str = "f1", **fields: Any) -> RouteComponent:  # noqa: ANN401
     """A pinned component."""
-    return RouteComponent(scorer=scorer, version=version, fingerprint=fingerprint, **fields)  # type: ignore[arg-type]
+    return RouteComponent(scorer=scorer, version=version, fingerprint=fingerprint, **fields)
 
 
 def open_book(folder: Path, run_id: str = "run") -> RouteBook:
@@ -21,7 +22,7 @@ def open_book(folder: Path, run_id: str = "run") -> RouteBook:
     return RouteBook.open(folder, run_id)
 
 
-async def add_in(book: RouteBook, stage: RouteStage, **fields: object) -> int:
+async def add_in(book: RouteBook, stage: RouteStage, **fields: Any) -> int:  # noqa: ANN401
     """A new revision that has come to a stage on the shortest way; its number."""
     number = (await book.add("label", [component(**fields)], who=WHO, why=WHY)).number
     if stage is RouteStage.REJECTED:

@@ -12,6 +12,7 @@ push never mixes two versions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -375,10 +376,10 @@ class Fleet:
 
 
 async def _wait_for(changed: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(changed.wait(), timeout_s)
-    except TimeoutError:
-        return
+    # Not asyncio.wait_for: on 3.11 it swallows a cancellation that comes together with the event.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await changed.wait()
 
 
 def _keep_only(pool: ServerPool[ClientT], wanted: Mapping[str, ClientT]) -> None:

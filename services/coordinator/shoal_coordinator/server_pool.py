@@ -7,6 +7,7 @@ then is told through `ServerLease.gone`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -126,10 +127,10 @@ class ServerPool(Generic[ClientT]):
         return UnavailableError(f"no {self._what} was registered for {timeout_s:g} s: start one, and look into the log of the last one")
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        # Not wait_for: on 3.11 it swallows a cancellation that comes together with the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -14,6 +14,7 @@ Used from one event loop, with one consumer per run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -228,11 +229,11 @@ class ExperienceQueue:
                 f"the experience queue of run {self._run_id!r} stayed full for {timeout_s:g} s ({self._max_pending_groups} groups, "
                 f"{num_waiting} more waiting): the trainer does not take them fast enough; raise coordinator.max_pending_groups"
             )
-        try:
-            # The poll is for room that another process made.
-            await asyncio.wait_for(self._room.wait(), min(remaining_s, _CAPACITY_POLL_S))
-        except TimeoutError:
-            return
+        # Not wait_for: on 3.11 it swallows a cancellation that comes together with the event. The poll is for room that another
+        # process made.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(remaining_s, _CAPACITY_POLL_S)):
+                await self._room.wait()
 
     async def _take_some(self, taken: list[QueuedGroup], num_groups: int, deadline: float) -> None:
         try:

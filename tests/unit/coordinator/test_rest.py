@@ -10,6 +10,7 @@ import httpx
 import pytest
 from shoal_coordinator.rest import RestServer, create_app
 from shoal_coordinator.rest_models import (
+    AlertModel,
     AuditModel,
     Command,
     ProbeModel,
@@ -18,6 +19,17 @@ from shoal_coordinator.rest_models import (
     ServiceModel,
     StatusModel,
     WaitModel,
+)
+from shoal_coordinator.rest_reward_models import (
+    ActivateBody,
+    AddBody,
+    ComparisonModel,
+    LogModel,
+    ReasonBody,
+    RewardsModel,
+    RouteModel,
+    ShadowBody,
+    SlowSamplesModel,
 )
 
 from shoal.errors import ConfigError, DeadlineError, NotFoundError, ShoalError, StateError
@@ -51,6 +63,9 @@ class ScriptedBackend:
             wall_s=11.0,
             run_folder="runs/run",
             pushes=None,
+            alert=AlertModel(what="too many samples have no score", service="math@1", error="refused", since_unix_s=8.0),
+            route_revision=2,
+            grpc_address="127.0.0.1:7000",
         )
 
     def services(self) -> list[ServiceModel]:
@@ -77,6 +92,37 @@ class ScriptedBackend:
         self.commands.append(command)
 
 
+class NoRewards:
+    """Reward routes have tests of their own; refuses whatever is asked."""
+
+    def rewards(self) -> RewardsModel:
+        raise NotImplementedError
+
+    def comparison(self, number: int) -> ComparisonModel:
+        raise NotImplementedError
+
+    def reward_log(self, limit: int) -> LogModel:
+        raise NotImplementedError
+
+    def slow_samples(self) -> SlowSamplesModel:
+        raise NotImplementedError
+
+    async def add_route(self, body: AddBody) -> RouteModel:
+        raise NotImplementedError
+
+    async def shadow_route(self, number: int, body: ShadowBody) -> RouteModel:
+        raise NotImplementedError
+
+    async def activate_route(self, number: int, body: ActivateBody) -> RouteModel:
+        raise NotImplementedError
+
+    async def rollback_route(self, body: ReasonBody) -> RouteModel:
+        raise NotImplementedError
+
+    async def retire_route(self, number: int, body: ReasonBody) -> RouteModel:
+        raise NotImplementedError
+
+
 def make_audit() -> AuditModel:
     """Version 3, one server that is equal."""
     probe = ProbeModel(num_tokens=8, max_logprob_difference=0.001, greedy_share=1.0)
@@ -101,7 +147,7 @@ def backend() -> ScriptedBackend:
 
 @pytest.fixture
 async def api(backend: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(backend))
+    transport = httpx.ASGITransport(app=create_app(backend, NoRewards()))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
         yield client
 
@@ -112,6 +158,12 @@ async def test_rest_status_says_who_waits_for_whom(api: httpx.AsyncClient) -> No
     assert body["waiting_for"] == [
         {"waiter": "coordinator", "waits_for": ["critic"], "what": "update of step 4", "since_unix_s": 10.0, "waited_s": 2.0}
     ]
+
+
+async def test_rest_status_shows_the_alert_and_the_route(api: httpx.AsyncClient) -> None:
+    body = (await api.get("/v1/status")).json()
+    assert body["alert"] == {"what": "too many samples have no score", "service": "math@1", "error": "refused", "since_unix_s": 8.0}
+    assert (body["route_revision"], body["grpc_address"]) == (2, "127.0.0.1:7000")
 
 
 async def test_rest_steps_pages(api: httpx.AsyncClient) -> None:
@@ -197,11 +249,11 @@ def test_rest_server_refuses_a_port_in_use(backend: ScriptedBackend) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*set coordinator.rest_port"):
-            RestServer(create_app(backend), "127.0.0.1", port)
+            RestServer(create_app(backend, NoRewards()), "127.0.0.1", port)
 
 
 async def test_rest_server_serves_in_the_running_loop(backend: ScriptedBackend) -> None:
-    server = RestServer(create_app(backend), "127.0.0.1", 0)
+    server = RestServer(create_app(backend, NoRewards()), "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
     await server.wait_started(5.0)
     async with httpx.AsyncClient(trust_env=False) as client:

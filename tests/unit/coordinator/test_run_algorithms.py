@@ -162,7 +162,7 @@ async def test_replies_and_files_are_strict_json_whatever_the_services_report(tm
         run.workload.mean_reward = math.nan
         run.join_all()
         await run.until(S.FINISHED)
-        transport = httpx.ASGITransport(app=create_app(run.coordinator.backend))
+        transport = httpx.ASGITransport(app=create_app(run.coordinator.backend, run.coordinator.reward_backend))
         async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
             paths = ("/v1/status", "/v1/steps", "/v1/pushes", "/v1/audits", "/v1/services")
             replies = {path: strict((await client.get(path)).raise_for_status().text) for path in paths}

@@ -13,6 +13,7 @@ go further back, activate that revision.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -166,10 +167,10 @@ class RouteBook:
     async def wait_for_change(self, timeout_s: float | None = None) -> None:
         """Return after the next line, when the last pin of a revision is released, or after timeout_s."""
         changed = self._changed
-        try:
-            await asyncio.wait_for(changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        # Not wait_for: on 3.11 it swallows a cancellation that comes together with the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
 
     def close(self) -> None:
         """Let go of the log; the book can be read on."""

@@ -39,6 +39,11 @@ class StaticServers:
         self._problems: dict[str, str] = {}
         self._changed = asyncio.Event()
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The servers that are asked."""
+        return self._wanted
+
     def set_addresses(self, addresses: Collection[str]) -> None:
         """Ask these servers from now on, and no others."""
         if self._wanted != frozenset(addresses):

@@ -104,6 +104,17 @@ async def test_book_wakes_whoever_waits_when_the_last_pin_is_released(tmp_path: 
     await asyncio.wait_for(waiting, 5.0)
 
 
+async def test_book_lets_a_waiter_be_cancelled_at_the_moment_of_a_change(tmp_path: Path) -> None:
+    book = await begin(tmp_path)
+    pin = book.pin()
+    waiting = asyncio.create_task(book.wait_for_change(10.0))
+    await asyncio.sleep(0)
+    pin.release()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_book_without_a_revision_has_nothing_to_pin(tmp_path: Path) -> None:
     book = open_book(tmp_path)
     with pytest.raises(StateError, match="no revision of the reward route is active yet"):
@@ -302,7 +313,8 @@ async def test_book_changes_nothing_when_the_disk_fails(tmp_path: Path) -> None:
     log = GatedLog(tmp_path)
     log.error = StateError("cannot write: No space left on device")
     log.gate.set()
-    book, told = RouteBook(log), []
+    book = RouteBook(log)
+    told: list[LogEntry] = []
     book.subscribe(told.append)
     records = book.records()
     with pytest.raises(StateError, match="No space left"):
