@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from shoal.conformance import samples as made
 from shoal.conformance.probe import Answer, Probe
@@ -129,7 +130,10 @@ class ScorerChecks:
 
     async def _empty_batch(self) -> Check:
         name, answer = "empty batch", await self._score(())
-        return self._ok(name, "no results") if answer.problem is None else self._failure(name, answer.problem)
+        if (problem := answer.problem) is None:
+            return self._ok(name, "no results")
+        fix = "answer an empty batch with the scorer, its version and no results"
+        return self._failure(name, problem if isinstance(answer.error, DeadlineError | UnavailableError) else replace(problem, fix=fix))
 
     async def _singles(self) -> Check:
         answers = [await self._score([sample]) for sample in self._samples[:_MAX_SINGLES]]
@@ -227,7 +231,8 @@ class ScorerChecks:
         if not self._is_exact:
             return self._warning(name, f"{what}: other scores, as for the same batch twice", "see `same twice`")
         if apart <= ROUNDING:
-            return self._warning(name, f"{what}: scores differ by rounding ({words})", "fine for a model; compute in float32 for less")
+            less = "fine for a model, whose batches round otherwise (in float32 less); else " + fix
+            return self._warning(name, f"{what}: scores differ by {apart:.1g} of their size ({words})", less)
         return self._failure(name, Problem(what=f"{what}: other scores ({words})", fix=fix))
 
     def _pairs(self, answers: Sequence[Answer]) -> list[tuple[ScoreResult, ScoreResult]]:

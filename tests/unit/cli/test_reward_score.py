@@ -198,7 +198,7 @@ def test_check_says_what_failed_and_what_to_do() -> None:
     assert result.exit_code == 1
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert f"FAILED empty batch the call failed (InvalidRequest): reward at {where}: nothing to score" in lines
-    assert any(line.startswith("to do: never fail the call for one sample") for line in lines)
+    assert any(line.startswith("to do: answer an empty batch with") for line in lines)
     assert "warning fingerprints none for equals@1, equals@2" in lines
     assert lines[-1] == "not fit for use: 17 ok, 1 warnings, 1 failed"
     assert document["passed"] is False

@@ -185,7 +185,7 @@ FAULTS: list[tuple[type[ThirdPartyReward], str, str]] = [
     (_AcceptsAnything, "unknown version", "equals@0.no-such-version is answered with results"),
     (_AnotherVersion, "one batch", "version '2' was asked for, the answer says '1'"),
     (_NoVersion, "version left out", "the answer names version '', offered are 1, 2"),
-    (_RefusesEmptyBatches, "empty batch", "nothing to score"),
+    (_RefusesEmptyBatches, "empty batch", "nothing to score -> answer an empty batch with the scorer, its version and no results"),
     (_DropsOne, "one batch", "answered 6 results for 7 samples"),
     (_OtherOrder, "one batch", "in another order"),
     (_Nameless, "one batch", "one result per sample, in order"),
@@ -296,7 +296,7 @@ async def test_rounding_of_a_batch_is_a_warning() -> None:
 
     report = await checked(Rounds())
     assert report.passed
-    assert "differ by rounding" in found(report, CheckLevel.WARNING)["batch equals single"]
+    assert "fine for a model" in found(report, CheckLevel.WARNING)["batch equals single"]
 
 
 async def test_a_server_that_scores_nothing_is_a_warning_that_names_data() -> None:
