@@ -27,7 +27,7 @@ from tests.helpers.coordinator_fakes import (
     reward_pool,
     rollout_pool,
 )
-from tests.helpers.routes import FakeAttention, FakeRoutes, revision_of
+from tests.helpers.routes import CountedRoutes, FakeAttention, FakeRoutes, revision_of
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CollectorSetup:
     queue: FakeQueue = field(default_factory=FakeQueue)
     clock: StageClock = field(default_factory=StageClock)
     section: RewardSection = field(default_factory=lambda: RewardSection(scorer="sum"))
-    routes: FakeRoutes | None = None
+    routes: CountedRoutes | None = None
     attention: FakeAttention = field(default_factory=FakeAttention)
     offered: list[ScoredGroup] = field(default_factory=list)
     probes: list[ScoreSample] = field(default_factory=list)

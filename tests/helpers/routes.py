@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal_coordinator.alerts import RunAlert, StoppedWhilePausedError
 from shoal_coordinator.rewards.route import RouteComponent, RouteRevision, components_of_config
+from shoal_coordinator.rewards.scored import RouteSource
 
 from shoal.config.models import RewardSection
 
@@ -31,6 +33,15 @@ def revision_of(section: RewardSection) -> RouteRevision:
         for each in components_of_config(section)
     ]
     return revision(*pinned)
+
+
+class CountedRoutes(RouteSource, Protocol):
+    """A route that says how many pins are open."""
+
+    @property
+    def num_open(self) -> int:
+        """Pins that were not released."""
+        ...
 
 
 @dataclass

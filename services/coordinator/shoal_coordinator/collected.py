@@ -14,6 +14,8 @@ from shoal_coordinator.rewards.scored import ScoredGroup
 
 _OTHERS = frozenset({"reward_s", "reward_std", "reward_revision", "reward_revision_min"})
 """Metrics that the mean of a scorer `s`, `std` ... must not hide."""
+MAX_COMPONENTS = 64
+"""A scorer may name its parts as it likes, and differently for each sample; metrics are kept for ever."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +130,9 @@ class CollectedExperience:
 
     def _add_components(self, record: ExperienceRecord) -> None:
         for part in record.reward_components:
-            if part.status is ScoreStatus.SCORED:
-                name = component_metric(part.scorer, part.name)
+            name = component_metric(part.scorer, part.name)
+            is_known = name in self.components or len(self.components) < MAX_COMPONENTS
+            if part.status is ScoreStatus.SCORED and is_known:
                 total, number = self.components.get(name, (0.0, 0))
                 self.components[name] = (total + part.value, number + 1)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.models import RunConfig
-from shoal.errors import InternalError, ShoalError
+from shoal.errors import InternalError, ShoalError, UnavailableError
 from shoal.telemetry.logs import get_logger
 from shoal.types import ServiceKind
 from shoal_coordinator.alerts import StoppedWhilePausedError
@@ -219,12 +219,21 @@ class Run:
         self._end(RunState.STOPPED if stopped else RunState.FINISHED)
 
     async def _ensure_services(self) -> None:
-        """Before a step or an evaluation: everything is there, or wait for it."""
+        """Before a step or an evaluation: everything is there, or wait for it.
+
+        Raises: UnavailableError, TransportError: it did not come. If that is a reward server the run goes on: it will pause with an alert
+            that names the scorer, and keep what it has generated.
+        """
         if not self._fleet.missing(self._wanted()):
             return
         if self._machine.state is not RunState.WAITING_FOR_SERVICES:
             self._machine.go(RunState.WAITING_FOR_SERVICES)
-        await self._wait_for_services()
+        try:
+            await self._wait_for_services()
+        except UnavailableError as error:
+            if set(self._fleet.missing(self._wanted())) - {ServiceKind.REWARD}:
+                raise
+            log.warning("no_reward_server", error=str(error))
 
     async def _wait_for_services(self) -> None:
         await self._fleet.wait_for(self._wanted())

@@ -307,13 +307,39 @@ def groups_of(batch: Batch) -> set[str]:
     return {ref.group_id for rank in batch.ranks for mini in rank for micro in mini.micro_batches for ref in micro}
 
 
-async def test_coordinator_fails_when_nothing_can_be_scored(tmp_path: Path, redis_url: str) -> None:
+def broken(sample: ScoreSample) -> ScoreResult:
+    return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="scripted")
+
+
+async def test_coordinator_pauses_with_an_alert_when_nothing_can_be_scored_and_goes_on_after_the_repair(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """R46: the run survives a dead scorer, and nothing that was generated is lost."""
+    config = write_config(tmp_path, redis_url, run={"steps": 2}, data={"held_out": None})
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        works, cluster.reward.score = cluster.reward.score, broken
+        status = await coordinator.until_state("paused")
+        assert (status["step"], status["alert"]["service"], status["alert"]["error"]) == (0, "fake@1 on reward-0", "fake@1: scripted")
+        cluster.reward.score = works
+        await coordinator.post("/v1/resume")
+        assert await coordinator.wait() == 0
+        batches = {step: groups_of(batch) for step, batch in cluster.actor.batches.items()}
+    assert batches == {1: {f"e0-i{index}" for index in range(4)}, 2: {f"e0-i{index}" for index in range(4, 8)}}
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["num_samples"], step["num_scorer_errors"], step["reward_revision"]) for step in steps] == [(8, 0, 1), (8, 0, 1)]
+    assert steps[0]["rescored_groups"] >= 1
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["state"] == "finished"
+
+
+async def test_coordinator_stopped_in_the_pause_exports_and_is_stopped(tmp_path: Path, redis_url: str) -> None:
     config = write_config(tmp_path, redis_url, data={"held_out": None})
-    async with running_coordinator(config) as coordinator, make_cluster(coordinator.grpc_address) as cluster:
-        cluster.reward.score = lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="scripted")
-        status = await coordinator.until_state("failed")
-    assert "scorer 'fake' left" in status["error"]
-    assert "scripted" in status["error"]
+    async with running_coordinator(config, "--exit-when-done") as coordinator, make_cluster(coordinator.grpc_address) as cluster:
+        cluster.reward.score = broken
+        await coordinator.until_state("paused")
+        await coordinator.post("/v1/stop")
+        assert await coordinator.wait() == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["state"], report["steps"], report["export_folder"]) == ("stopped", 0, str(tmp_path / "run" / "export"))
 
 
 async def test_coordinator_ends_in_order_on_sigterm_amid_rollouts(tmp_path: Path, redis_url: str) -> None:
@@ -347,7 +373,14 @@ async def test_coordinator_that_cannot_start_says_why_and_exits_with_2(tmp_path:
             f"coordinator.rest_port={port}": f"the REST API cannot listen on 127.0.0.1:{port}",
             f"coordinator.grpc_port={port}": f"cannot listen on 127.0.0.1:{port}",
         }
-        ended = await asyncio.gather(*(asyncio.to_thread(run_to_the_end, config, "--set", setting) for setting in cases))
+        # Each in a folder of its own: two coordinators of one run are refused.
+        folders = [f"run.folder={tmp_path / str(number)}" for number in range(len(cases))]
+        ended = await asyncio.gather(
+            *(
+                asyncio.to_thread(run_to_the_end, config, "--set", setting, "--set", folder)
+                for setting, folder in zip(cases, folders, strict=True)
+            )
+        )
     assert [process.returncode for process in ended] == [2, 2, 2]
     for process, expected in zip(ended, cases.values(), strict=True):
         assert expected in process.stderr

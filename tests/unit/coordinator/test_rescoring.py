@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from shoal_coordinator.alerts import StoppedWhilePausedError
+from shoal_coordinator.collected import MAX_COMPONENTS, component_metric
 from shoal_coordinator.evaluation import greedy_request
 
 from shoal.config.models import RolloutSection
@@ -198,12 +199,12 @@ async def test_cancellation_in_the_pause_releases_all() -> None:
 
 
 async def test_failing_stage_releases_all() -> None:
-    setup = CollectorSetup()
+    routes = FakeRoutes()
+    setup = CollectorSetup(routes=routes)
     setup.rollout.fail_after = (1, InternalError("engine"))
     with pytest.raises(InternalError):
         await setup.collect()
-    assert setup.routes is not None
-    assert {pin.num_releases for pin in setup.routes.pins} == {1}
+    assert [pin.num_releases for pin in routes.pins] == [1, 1]
 
 
 async def test_onlookers_see_every_group_once_after_it_was_settled() -> None:
@@ -254,3 +255,34 @@ async def test_records_name_every_component_with_its_service_version_and_status(
     named = [(part.scorer, part.name, part.service, part.service_version, part.value, part.status) for part in second.reward_components]
     assert named == [("sum", "sum", "r", "3", 2.0, ScoreStatus.SCORED), ("judge", "judge", "r", "3", 0.0, ScoreStatus.ERROR)]
     assert {part.latency_ms for part in first.reward_components} == {3.0}
+
+
+async def test_metrics_name_both_revisions_of_a_step_that_was_issued_under_two() -> None:
+    routes = FakeRoutes(revision(component("sum"), number=3))
+
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        uid, index, _ = sample.sample_id.split("/")
+        # g0 has no spread and is replaced; whoever swaps now swaps between the rounds.
+        routes.active = revision(component("exact"), number=4)
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=0.0 if uid == "g0" else float(index))
+
+    setup = CollectorSetup(reward=FakeReward(score_one), routes=routes, max_refills=1)
+    metrics = (await setup.collect(num_groups=2)).metrics()
+    assert {name: {record.route_revision for record in own} for name, own in setup.queued.items()} == {"g1": {3}, "g2": {4}}
+    assert (metrics["reward_revision"], metrics["reward_revision_min"]) == (4.0, 3.0)
+
+
+async def test_parts_that_a_scorer_names_differently_each_time_do_not_fill_the_metrics() -> None:
+    def score_one(sample: ScoreSample) -> ScoreResult:
+        parts = {f"{sample.sample_id}-{number}": 1.0 for number in range(40)}
+        return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.SCORED, value=40.0, components=parts)
+
+    metrics = (await CollectorSetup(reward=FakeReward(score_one)).collect()).metrics()
+    assert len([name for name in metrics if name.startswith("reward_sum_")]) == MAX_COMPONENTS
+
+
+@pytest.mark.parametrize(
+    ("scorer", "name"), [("std", "reward_std_score"), ("my-scorer.v2", "reward_my_scorer_v2"), ("judge", "reward_judge")]
+)
+def test_mean_of_a_scorer_hides_no_other_metric(scorer: str, name: str) -> None:
+    assert component_metric(scorer, scorer) == name

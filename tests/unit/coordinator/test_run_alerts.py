@@ -132,3 +132,18 @@ async def test_run_pauses_as_often_as_it_must(tmp_path: Path) -> None:
             run.coordinator.backend.command(Command.RESUME)
         await run.until(S.FINISHED)
     assert run.coordinator.run.progress.step == 2
+
+
+async def test_run_that_has_lost_its_reward_servers_goes_on_to_the_step_that_will_pause(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, run={"steps": 2}, coordinator={"ready_timeout_s": 0.3}) as run:
+        run.workload.hold_at = 1
+        run.join_all()
+        await run.workload.holding.wait()
+        registry = run.coordinator.registry
+        (lease,) = [lease for lease in registry.leases() if lease.info.service_id == "reward-0"]
+        registry.deregister("reward-0", lease.lease_id)
+        run.workload.release.set()
+        await run.until(S.FINISHED)
+    # The fake workload needs no scores.
+    assert run.states.count(S.WAITING_FOR_SERVICES) == 2
+    assert run.states.count(S.ROLLING_OUT) == 2

@@ -67,7 +67,7 @@ def build_reward_path(
     slow = SlowSamples()
     calls = ScorerCalls(pool, max_open_requests=config.reward.max_open_requests, slow=slow)
     # What is tried or shadowed waits for slots of its own: it must not hold up the rewards of the run.
-    side_calls = ScorerCalls(pool, max_open_requests=MAX_SIDE_REQUESTS)
+    side_calls = ScorerCalls(pool, max_open_requests=MAX_SIDE_REQUESTS, is_live=False)
     book = RouteBook.open(Path(config.run.folder), config.run.id)
     shadow = ShadowRunner(book, side_calls, source_key=config.data.source_key)
     parts = RouteParts(

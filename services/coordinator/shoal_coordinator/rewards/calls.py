@@ -87,6 +87,7 @@ class ScorerCalls:
         pool: reward servers; changes at any time.
         max_open_requests: requests that are open at once, over all scorers.
         slow: takes the latencies.
+        is_live: the samples are the run's, and counted as such; else they are tried or shadowed.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class ScorerCalls:
         *,
         max_open_requests: int,
         slow: SlowSamples | None = None,
+        is_live: bool = True,
         now_s: Callable[[], float] = time.monotonic,
         random_unit: Callable[[], float] = random.random,
     ) -> None:
         self._pool = pool
         self._slots = asyncio.Semaphore(max_open_requests)
         self._slow = slow
+        self._is_live = is_live
         self._now_s = now_s
         self._random_unit = random_unit
         self._breakers = Breakers(now_s)
@@ -223,7 +226,7 @@ class ScorerCalls:
         return checked
 
     def _noted(self, component: RouteComponent, service: str, results: Sequence[ScoreResult]) -> list[ServiceResult]:
-        for status, number in Counter(result.status for result in results).items():
+        for status, number in Counter(result.status for result in results if self._is_live).items():
             _SAMPLES.labels(scorer=component.scorer, version=component.version, status=str(status)).inc(number)
         if self._slow is not None:
             for result in results:
