@@ -11,7 +11,7 @@ from shoal.errors import DataError
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import find_answer, peel
-from shoal_reward.verifiers.gold import AnswerSettings, gold_answers
+from shoal_reward.verifiers.gold import AnswerSettings, gold_answers, shared_code
 
 _LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LABEL = re.compile(r"[(\[]?\s*([A-Za-z0-9])\s*[)\].:]*", re.DOTALL)
@@ -37,7 +37,7 @@ def build(settings: ChoiceSettings) -> BuiltScorer:
         chosen = _chosen(find_answer(response, settings.extract), options)
         return {"correct": float(chosen is not None and chosen in [_chosen(gold, options) for gold in golds])}
 
-    return BuiltScorer(function=score)
+    return BuiltScorer(function=score, content=shared_code())
 
 
 def _options(row: Row, column: str) -> dict[str, str]:

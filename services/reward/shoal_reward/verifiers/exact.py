@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import find_answer
-from shoal_reward.verifiers.gold import AnswerSettings, gold_answers
+from shoal_reward.verifiers.gold import AnswerSettings, gold_answers, shared_code
 
 
 class ExactSettings(AnswerSettings):
@@ -30,7 +30,7 @@ def build(settings: ExactSettings) -> BuiltScorer:
             return None
         return {"correct": float(normal(find_answer(response, settings.extract)) in [normal(gold) for gold in golds])}
 
-    return BuiltScorer(function=score)
+    return BuiltScorer(function=score, content=shared_code())
 
 
 KIND = ScorerKind(description="1 if the answer is the row's, as text, else 0.", settings=ExactSettings, build=build)

@@ -10,6 +10,7 @@ from shoal.config.base import Section
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import last_boxed
+from shoal_reward.verifiers.gold import shared_code
 
 
 class FormatSettings(Section):
@@ -64,7 +65,7 @@ def build(settings: FormatSettings) -> BuiltScorer:
         )
         return {"format": settings.reward if is_right else -settings.penalty}
 
-    return BuiltScorer(function=score)
+    return BuiltScorer(function=score, content=shared_code())
 
 
 def _has_tags(response: str, tags: tuple[str, ...], allow_text_outside: bool) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
 from pydantic import Field
 
 from shoal.config.base import Section
@@ -17,6 +21,28 @@ class AnswerSettings(Section):
     """Column of the row with the right answer: a text, a number, or a list of these, any of which is right."""
     extract: tuple[Rule, ...] = Field(default=ANSWER_RULES, min_length=1)
     """Where the answer stands in a response: of tag, box, hash, phrase, last_latex, last_number, whole."""
+
+
+def shared_code(*files: str, libraries: tuple[str, ...] = ()) -> str:
+    """Digest what a kind's scores depend on beside its own module: the extraction, other files of this folder, versions of libraries.
+
+    Args:
+        files: names of modules of this folder.
+        libraries: names of distributions; one that is missing counts as such.
+    """
+    digest = hashlib.sha256()
+    for name in ("extraction", "gold", *files):
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    for library in libraries:
+        digest.update(f"{library} {_version(library)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "missing"
 
 
 def gold_answers(row: Row, settings: AnswerSettings) -> list[str]:

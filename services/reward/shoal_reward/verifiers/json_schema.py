@@ -15,6 +15,7 @@ from shoal.errors import ConfigError, DataError
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import Rule, find_answer
+from shoal_reward.verifiers.gold import shared_code
 
 # Both take linear time: bounded blanks, and a string that is not closed goes on to the end.
 _FENCE = re.compile(r"```[ \t]{0,4}[A-Za-z0-9_+-]{0,32}[ \t]{0,4}\r?\n(.*?)```", re.DOTALL)
@@ -57,10 +58,10 @@ def build(settings: JsonSchemaSettings) -> BuiltScorer:
             return None
         text = _unfenced(find_answer(response, settings.extract), settings.fence)
         is_read, value = (False, None) if text is None else _read(text, settings.max_depth)
-        components = {"correct": float(is_read and _validator(schema).is_valid(value))}
+        components = {"correct": float(is_read and _accepts(schema, value))}
         return components if settings.valid_json_reward == 0 else {**components, "format": settings.valid_json_reward * is_read}
 
-    return BuiltScorer(function=score, prepare=prepare)
+    return BuiltScorer(function=score, prepare=prepare, content=shared_code(libraries=("jsonschema",)))
 
 
 def prepare() -> None:
@@ -90,6 +91,15 @@ def _validator(schema_text: str) -> Any:  # noqa: ANN401 - jsonschema's classes 
         raise DataError(f"the schema cannot be used ({str(error).splitlines()[0][:200]}): mend it") from None
     # An empty registry: a reference to another document fails instead of being fetched.
     return cls(schema, registry=Registry())
+
+
+def _accepts(schema: str, value: object) -> bool:
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return bool(_validator(schema).is_valid(value))
+    except Unresolvable as error:
+        raise DataError(f"the schema refers to another document, or to what is not there ({str(error)[:200]}): write it out") from None
 
 
 def _unfenced(answer: str, fence: str) -> str | None:

@@ -28,9 +28,10 @@ from shoal.errors import DataError
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import find_answer, last_boxed
-from shoal_reward.verifiers.gold import AnswerSettings, gold_answers
+from shoal_reward.verifiers.gold import AnswerSettings, gold_answers, shared_code
 from shoal_reward.verifiers.math_text import Percent, is_words, plain, plain_number, refusal, rewritten, same_bases, without_unit
 
+LIBRARIES = ("math-verify", "latex2sympy2_extended", "sympy")
 DECIMAL_TOLERANCE = Fraction(5, 10**7)
 DECIMAL_RELATIVE_TOLERANCE = Fraction(1, 10**4)
 
@@ -40,7 +41,7 @@ class MathSettings(AnswerSettings):
 
     percent: Percent = "sign_dropped"
     """sign_dropped: 50% is 50 and not 0.5, as in the MATH benchmark; hundredth: 50% is 0.5 and not 50."""
-    max_expression_chars: int = Field(default=1000, gt=0, le=10_000)
+    max_expression_chars: int = Field(default=500, gt=0, le=10_000)
     """An expression that is longer is not computed with: the answer is wrong, unless the texts are the same."""
     format_reward: float = Field(default=0.0, ge=0)
     """What an answer in a box gives beside the 1 for a right one."""
@@ -68,7 +69,7 @@ def build(settings: MathSettings) -> BuiltScorer:
             return {"correct": correct}
         return {"correct": correct, "format": settings.format_reward * bool(last_boxed(response))}
 
-    return BuiltScorer(function=score, prepare=prepare)
+    return BuiltScorer(function=score, prepare=prepare, content=shared_code("math_text", "math_compare", libraries=LIBRARIES))
 
 
 def prepare() -> None:
@@ -95,7 +96,7 @@ def unreadable_gold(row: Mapping[str, object], settings: MathSettings | None = N
     return next((why for gold in golds if (why := unreadable(gold, settings.percent, settings.max_expression_chars))), None)
 
 
-def equal(gold: str, answer: str, percent: Percent = "sign_dropped", max_chars: int = 1000) -> bool:
+def equal(gold: str, answer: str, percent: Percent = "sign_dropped", max_chars: int = 500) -> bool:
     """Tell whether an answer is the right one.
 
     Args:
@@ -118,8 +119,10 @@ def equal(gold: str, answer: str, percent: Percent = "sign_dropped", max_chars: 
     return any(_same_parsed(first, second) for first, second in pairs)
 
 
-def unreadable(gold: str, percent: Percent = "sign_dropped", max_chars: int = 1000) -> str | None:
+def unreadable(gold: str, percent: Percent = "sign_dropped", max_chars: int = 500) -> str | None:
     """Say why a right answer cannot be scored against; None if it can."""
+    if len(gold) > 10 * max_chars:  # the caches are to hold no such texts
+        return f"the right answer has {len(gold)} characters, and mathematics is read up to {max_chars}: score it with exact"
     reading = _reading(gold, percent, max_chars)
     if reading.number is not None or is_words(reading.texts[0]):
         return None
@@ -133,8 +136,6 @@ def unreadable(gold: str, percent: Percent = "sign_dropped", max_chars: int = 10
 
 @functools.lru_cache(maxsize=4096)
 def _reading(text: str, percent: Percent, max_chars: int) -> Reading:
-    if len(text) > 10 * max_chars:
-        return Reading(texts=(text,), number=None, refusal=f"it has {len(text)} characters, above {max_chars}")
     literal = rewritten(text, percent)
     bare = rewritten(without_unit(literal), percent)
     texts = (literal,) if bare == literal else (literal, bare)

@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify.grader import (
     is_assignment_relation,
     is_equation,
@@ -72,6 +73,13 @@ def canonical(parsed: Expression) -> Expression:
     """Take the parser's own marks out: assumptions of symbols, the imaginary unit as a letter, unevaluated hundredths of percent."""
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(canonical)
+    if isinstance(parsed, Relational):
+        # Evaluated, x in [1, 2] or x = +-2 would become false: the parser writes them as equations.
+        return parsed.func(canonical(parsed.lhs), canonical(parsed.rhs), evaluate=False)
+    if isinstance(parsed, And | FiniteSet):
+        return type(parsed)(*map(canonical, parsed._unsorted_args), evaluate=False)
+    if isinstance(parsed, sympy.Tuple):
+        return sympy.Tuple(*map(canonical, parsed))
     symbols = {symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name) for symbol in parsed.free_symbols if symbol.is_Symbol}
     kept = {mark: mark.args[0] for mark in parsed.atoms(sympy.UnevaluatedExpr)} if parsed.has(sympy.UnevaluatedExpr) else {}
     return parsed.xreplace({**symbols, **kept}) if symbols or kept else parsed
@@ -112,7 +120,7 @@ def _same_relation(gold: Relational, answer: Relational) -> bool:
     (gold_kind, gold_difference, gold_sides), (kind, difference, sides) = _sorted_sides(gold), _sorted_sides(answer)
     if gold_kind is not kind:
         return False
-    if gold_difference is None or difference is None:
+    if gold_difference is None or difference is None or not gold.free_symbols:
         return all(same(g, a) for g, a in zip(gold_sides, sides, strict=True))
     factor = _constant_factor(gold_difference, difference)
     if kind in (sympy.Eq, sympy.Ne):
@@ -171,7 +179,7 @@ def _items(collection: Expression, other: Expression) -> Sequence[Expression] | 
     if isinstance(collection, sympy.FiniteSet):
         return list(getattr(collection, "_unsorted_args", collection.args))
     if isinstance(collection, sympy.Interval):
-        is_pair = collection.is_open and isinstance(other, sympy.Tuple | sympy.FiniteSet)
+        is_pair = collection.left_open and collection.right_open and isinstance(other, sympy.Tuple | sympy.FiniteSet)
         return [collection.start, collection.end] if is_pair else None
     return None if isinstance(collection, sympy.Set) else [collection]
 
@@ -190,10 +198,12 @@ def _matched(golds: Sequence[Expression], answers: Sequence[Expression], equal: 
 def _same_expressions(gold: Expression, answer: Expression) -> bool:
     if not gold.free_symbols and not answer.free_symbols:
         return same_numbers(gold, answer)
-    values = list(_values(gold, answer))
-    if len(values) < MIN_POINTS:
-        return bool(sympy.simplify(gold - answer) == 0)
-    return all(_close(gold_value, answer_value, _tolerance(gold, answer)) for gold_value, answer_value in values)
+    tolerance, num_points = _tolerance(gold, answer), 0
+    for gold_value, answer_value in _values(gold, answer):
+        if not _close(gold_value, answer_value, tolerance):
+            return False
+        num_points += 1
+    return num_points >= MIN_POINTS or bool(sympy.simplify(gold - answer) == 0)
 
 
 def same_numbers(gold: Expression, answer: Expression) -> bool:

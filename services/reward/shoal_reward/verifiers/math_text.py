@@ -9,7 +9,10 @@ from typing import Literal
 
 Percent = Literal["sign_dropped", "hundredth"]
 
-MAX_DEPTH = 40
+# The parser's time grows fast with nested parentheses, slowly with nested fractions.
+MAX_BRACKET_DEPTH = 8
+MAX_BRACE_DEPTH = 10
+MAX_OPERATORS = 3
 MAX_EXPONENT_DIGITS = 6
 MAX_FACTORIAL_DIGITS = 5
 MAX_COUNT_DIGITS = 4
@@ -59,12 +62,13 @@ _REWRITES = (
     (re.compile(r"\\?\$"), ""),
     (re.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})|\\degree(?![A-Za-z])"), ""),
     (re.compile(r"\*\*"), "^"),
-    (re.compile(r"(?<![\\A-Za-z])sqrt\s?\("), r"\\sqrt("),
+    (re.compile(r"(?<![A-Za-z])\\?sqrt\s?\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
 )
 _PERCENT = re.compile(
     r"\s{0,4}(?:\\?%|\\text\s?\{\s{0,4}(?:percent(?:age)?|pct)\s{0,4}\}|(?<![A-Za-z\\])(?:percent(?:age)?|pct)(?![A-Za-z]))", re.IGNORECASE
 )
+_SHARE = re.compile(r"([^%=<>,;]*[^%=<>,;\\])\\%")
 _GROUPED = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(\.\d+)?")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,6})")
 _MIXED = re.compile(r"([-+]?)(\d+)(?:\s+|\s*\\frac\s*\{\s*|\s+and\s+)(\d+)(?:\s*/\s*|\s*\}\s*\{\s*)(\d+)\s*\}?")
@@ -83,7 +87,9 @@ _PLAIN = re.compile(
     r"|(?P<sign>[-+]?)(?:\\frac\s?\{\s?(?P<n>-?\d+)\s?\}\s?\{\s?(?P<d>-?\d+)\s?\}|(?P<n2>\d+)\s?/\s?(?P<d2>\d+))"
 )
 _BASE = re.compile(r"[0-9A-Fa-f]+_\{?\s?(?:\\text\{)?(\w+?)\}{0,2}")
-_WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z'.-]{2,}(?:\s+[A-Za-z'.-]+)+")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(rf"([-+]?\d+(?:\.\d+)?)\s*(?:\\text\s?\{{\s*)?({'|'.join(_SCALES)})(?:\s*\}})?")
+_WORDS = re.compile(r"[A-Za-z]{4,}|(?i:no|yes|odd|on|off|up)|[A-Za-z'.-]{2,}(?:\s+[A-Za-z'.-]+)+")
 _LABEL = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
@@ -100,6 +106,8 @@ def rewritten(text: str, percent: Percent) -> str:
         text = pattern.sub(replacement, text)
     text = _PERCENT.sub("" if percent == "sign_dropped" else r"\\%", text)
     text = " ".join(text.split()).rstrip(".,;")
+    if (share := _SHARE.fullmatch(text)) is not None:
+        return rf"({share[1]}) \cdot \frac{{1}}{{100}}"
     if (label := _LABEL.fullmatch(text)) is not None:
         return label.group(1)
     for pattern, rewrite in _WHOLE_REWRITES:
@@ -126,6 +134,7 @@ def _repeating(found: re.Match[str]) -> str:
 _WHOLE_REWRITES = (
     (_GROUPED, _grouped),
     (_SCIENTIFIC, lambda found: rf"{found[1]} \cdot 10^{{{int(found[2])}}}"),
+    (_SCALED, lambda found: rf"{found[1]} \cdot 10^{{{_SCALES[found[2]]}}}"),
     (_MIXED, _mixed),
     (_REPEATING, _repeating),
 )
@@ -181,17 +190,19 @@ def refusal(text: str, max_chars: int) -> str | None:
         return f"it has {len(text)} characters, above {max_chars}"
     if not text.isprintable():
         return "it holds characters that cannot be printed"
-    if _depth(text) > MAX_DEPTH:
-        return f"it is nested more than {MAX_DEPTH} deep"
+    if _depth(text.replace("\\{", "(").replace("\\}", ")"), "([", ")]") > MAX_BRACKET_DEPTH or _depth(text, "{", "}") > MAX_BRACE_DEPTH:
+        return f"it is nested more than {MAX_BRACKET_DEPTH} brackets or {MAX_BRACE_DEPTH} braces deep"
+    if len(_OPERATOR.findall(text)) > MAX_OPERATORS:
+        return f"it has more than {MAX_OPERATORS} integrals, sums, products and limits"
     if _is_too_high(text):
         return "an exponent is too large"
     return next((reason for pattern, reason in _REFUSALS if pattern.search(text)), None)
 
 
-def _depth(text: str) -> int:
+def _depth(text: str, opening: str, closing: str) -> int:
     depth = deepest = 0
     for character in text:
-        depth += (character in "{([") - (character in "})]")
+        depth += (character in opening) - (character in closing)
         deepest = max(deepest, depth)
     return deepest
 
@@ -202,7 +213,10 @@ def _is_too_high(text: str) -> bool:
 
 
 _TOWER = re.compile(r"\^\s*[{(]*\s*(\d{1,6})\s*[)}]*\s*\^\s*[{(]*\s*(\d{1,9})")
+_OPERATOR = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![A-Za-z])")
 _REFUSALS = (
+    (re.compile(r"_\s*\{[^{}]*_\s*\{[^{}]*_\s*\{"), "it has subscripts of subscripts"),
+    (re.compile(r"(?:[-+]\s*){8}"), "it has too many signs in a row"),
     (re.compile(rf"\^\s*[{{(]*\s*[-+]?\s*\d[\d,]{{{MAX_EXPONENT_DIGITS},}}"), "an exponent is too large"),
     (re.compile(r"\^\s*[{(][^{}()^]{0,100}\^\s*[{(][^{}()^]{0,100}\^|\^\s*\w{1,20}\s*\^\s*\w{1,20}\s*\^"), "it is a tower of powers"),
     (re.compile(r"\^\s*[{(]*\s*\d{3,}\s*[)}]*\s*!"), "an exponent is too large"),

@@ -14,7 +14,7 @@ from shoal.errors import DataError
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import Rule, find_answer
-from shoal_reward.verifiers.gold import column_text
+from shoal_reward.verifiers.gold import column_text, shared_code
 
 
 class ReasoningGymSettings(Section):
@@ -39,7 +39,7 @@ def build(settings: ReasoningGymSettings) -> BuiltScorer:
         dataset = column_text(row, "dataset") if settings.dataset is None else settings.dataset
         return _score_answer(dataset)(find_answer(response, settings.extract), entry)
 
-    return BuiltScorer(function=score, prepare=prepare)
+    return BuiltScorer(function=score, prepare=prepare, content=shared_code(libraries=("reasoning-gym",)))
 
 
 def prepare() -> None:

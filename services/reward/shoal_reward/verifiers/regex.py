@@ -17,7 +17,7 @@ from shoal.errors import DataError
 from shoal.reward import Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import ANSWER_RULES, Rule, find_answer
-from shoal_reward.verifiers.gold import column_text
+from shoal_reward.verifiers.gold import column_text, shared_code
 
 
 class RegexSettings(Section):
@@ -66,7 +66,7 @@ def build(settings: RegexSettings) -> BuiltScorer:
         found = compiled.fullmatch(answer) if settings.match == "full" else compiled.search(answer)
         return {"correct": float(found is not None)}
 
-    return BuiltScorer(function=score)
+    return BuiltScorer(function=score, content=shared_code())
 
 
 KIND = ScorerKind(description="1 if the answer matches a regular expression, else 0.", settings=RegexSettings, build=build)
