@@ -56,4 +56,5 @@ def _draw_latencies(axis: Axes, found: dict[str, Any]) -> None:
         axis.bar_label(bars, fmt="%.3g", fontsize="small")
     axis.set_xticks(range(len(PERCENTILES)), PERCENTILES)
     axis.set_title("latency of a sample (ms)")
-    axis.legend(frameon=False)
+    # Below, where no bar can be behind it.
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
