@@ -75,10 +75,12 @@ class ModelServerSection(EndpointSection, ReadingSection):
     """A reward model on a vLLM server that was started with --runner pooling."""
 
     max_tokens: int | None = Field(default=None, ge=8)
-    """The first tokens of a longer input are dropped by the server; None: it refuses what is longer than it allows."""
+    """The first tokens of a longer input are dropped by the server, BOS too; None: it refuses what is longer than it allows."""
 
     @model_validator(mode="after")
     def _check_input(self) -> ModelServerSection:
         if self.input == "pair":
             raise ValueError("a vLLM server takes no pairs here: use input: chat or text")
+        if isinstance(self.label, str):
+            raise ValueError(f"label is {self.label!r}, but a vLLM server does not say how its outputs are called: give the place, from 0")
         return self

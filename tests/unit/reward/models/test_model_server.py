@@ -106,3 +106,5 @@ def test_a_server_is_waited_for_in_the_event_loop_and_takes_no_pairs() -> None:
     assert (scorer.isolation, scorer.is_async, scorer.needs_token_ids) == (Isolation.LOOP, True, True)
     with pytest.raises(ConfigError, match="takes no pairs"):
         _scorer("http://127.0.0.1:1", input="pair")
+    with pytest.raises(ConfigError, match="give the place, from 0"):
+        _scorer("http://127.0.0.1:1", label="help")
