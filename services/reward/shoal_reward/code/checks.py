@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_reward.code.cases import CallCase, Case, ProgramCase, ScriptCase
 from shoal_reward.code.compare import outputs_agree, values_agree
-from shoal_reward.code.inside.wire import decode, encode
+from shoal_reward.code.inside.wire import encode
 from shoal_reward.code.sandbox import Pipes, SandboxedProcess, program_pipe
 from shoal_reward.code.settings import CodeSettings
 from shoal_reward.code.watch import AnswerError, Watch, write_some
@@ -228,9 +228,9 @@ def _load(process: SandboxedProcess, watch: Watch, source: str) -> Message:
 
 def _agrees(value: object, expected: object, relative_tolerance: float) -> bool:
     try:
-        return values_agree(decode(value, _refuse), expected, relative_tolerance)
+        return values_agree(value, expected, relative_tolerance)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
-        # What the process wrote is no value, or none that a test can expect.
+        # What the process wrote is no value.
         return False
 
 

@@ -119,11 +119,11 @@ class SandboxedProcess:
 
     def close(self) -> None:
         """End it with everything of it, and remove its folder; may be called again."""
-        if self._process is not None:
+        # The number of a process that was waited for may by then be somebody else's.
+        if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._process = None
         self._undo.close()
 
     def _open(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_reward.code.compare import outputs_agree, values_agree
+from shoal_reward.code.inside.wire import encode
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -20,6 +21,8 @@ class AlwaysEqual:
     ("given", "expected", "agree"),
     [
         ((1, [2, (3,)]), [1, [2, [3]]], True),
+        (1 << 100, 1 << 100, True),
+        ({1 << 100: 1}, {str(1 << 100): 1}, True),
         ([1, 2], [1, 2, 3], False),
         ({True: "c"}, {"true": "c"}, True),
         ({1: "a", None: "b"}, {"1": "a", "null": "b"}, True),
@@ -46,7 +49,13 @@ class AlwaysEqual:
     ],
 )
 def test_values(given: object, expected: object, agree: bool) -> None:
-    assert values_agree(given, expected, 1e-9) is agree
+    assert values_agree(encode(given, lambda value: {"handle": 0}), expected, 1e-9) is agree
+
+
+@pytest.mark.parametrize("forged", [{}, {"handle": 0}, {"written": ["decimal", "Decimal", "1"]}, {"dict": 1}, {"tuple": 1}, {"set": [1]}])
+@pytest.mark.parametrize("expected", [1, [1], {}, None, [], {"handle": 0}])
+def test_what_no_value_is_written_as_agrees_with_nothing(forged: object, expected: object) -> None:
+    assert not values_agree(forged, expected, 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -202,3 +203,21 @@ def test_the_answer_equals_only_what_is_its_own() -> None:
     assert not passes(answer, "assert [f(1)] == [4]")
     assert not passes(answer, "import unittest\nunittest.TestCase().assertEqual(f(1), 4)")
     assert not passes(answer, "assert f(1) <= 4")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{n * (2**61 - 1): 0 for n in range(1 << 70, (1 << 70) + 20_000)}",
+        "{n * (2**61 - 1) for n in range(1 << 70, (1 << 70) + 20_000)}",
+        "Fraction(3**1_000_000, 2**1_600_000)",
+        "Decimal('1e999999999')",
+        "16 ** 500_000",
+        "'9' * 500_000",
+    ],
+)
+def test_values_that_are_costly_to_read_keep_the_grader_from_nothing(value: str) -> None:
+    answer = f"from fractions import Fraction\nfrom decimal import Decimal\nvalue = {value}\ndef f():\n    return value\n"
+    started = time.process_time()
+    assert not passes(answer, [{"function": "f", "output": expected} for expected in (1, 1.5, "1", {"1": 1})])
+    assert time.process_time() - started < 2.0

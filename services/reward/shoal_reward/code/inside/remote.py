@@ -48,7 +48,7 @@ class Remote:
         modules = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
         found: dict[str, object] = {name: importlib.import_module(name) for name in modules & _LIBRARY & self._names.keys()}
         for name in (used & self._names.keys()) - found.keys():
-            if name == entry_point or not hasattr(builtins, name):
+            if name == entry_point or not (hasattr(builtins, name) or name.startswith("__")):
                 found[name] = self._name(name)
         return found
 
