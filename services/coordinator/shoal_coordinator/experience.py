@@ -287,6 +287,8 @@ class ExperienceCollector:
         issued.going.set()
 
     async def _queue_groups(self, scored: Sequence[_Scored], issued: _Round) -> None:
+        if not scored:
+            return
         kept = [self._keep(each, issued) for each in scored]
         with self._clock.measure(Stage.QUEUE):
             await self._queue.put_groups([records for records in kept if records], timeout_s=PUT_TIMEOUT_S)

@@ -27,7 +27,7 @@ _POLICY_VERSION = gauge("coordinator", "policy", "version", "Version that the ro
 _STEPS = counter("coordinator", "completed", "steps", "Training steps completed.")
 _SAMPLES = counter("coordinator", "trained", "samples", "Samples of completed steps.")
 _TOKENS = counter("coordinator", "trained", "tokens", "Prompt and response tokens of completed steps.")
-_LOGGED = ("step", "policy_version", "reward", "kl", "response_length", "step_s", "control_share", "tokens_per_s")
+_LOGGED = ("step", "policy_version", "reward_revision", "reward", "kl", "response_length", "step_s", "control_share", "tokens_per_s")
 
 
 class Sink(Protocol):

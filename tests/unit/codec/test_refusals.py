@@ -180,6 +180,9 @@ def test_score_sample_row_that_json_cannot_carry_is_refused() -> None:
         score_sample_to_proto(sample)
 
 
+_SAMPLE = ScoreSample(sample_id="u/0/0", prompt="p", response="r", row={}, finish_reason=FinishReason.STOP, num_response_tokens=1)
+
+
 def test_score_sample_row_with_a_lone_surrogate_travels_as_it_is() -> None:
     row: dict[str, object] = {"answer": "a\ud800ü", "plain": "ü"}
     sample = dataclasses.replace(_SAMPLE, row=row)
@@ -187,10 +190,7 @@ def test_score_sample_row_with_a_lone_surrogate_travels_as_it_is() -> None:
     assert score_sample_from_proto(reward_pb2.ScoreSample.FromString(data)).row == row
 
 
-@pytest.mark.parametrize("field", ["prompt", "response"])
-def test_score_sample_text_that_is_no_unicode_is_refused(field: str) -> None:
+@pytest.mark.parametrize("sample", [dataclasses.replace(_SAMPLE, prompt="\udcff"), dataclasses.replace(_SAMPLE, response="\udcff")])
+def test_score_sample_text_that_is_no_unicode_is_refused(sample: ScoreSample) -> None:
     with pytest.raises(CodecError, match="sample 'u/0/0' cannot be sent"):
-        score_sample_to_proto(dataclasses.replace(_SAMPLE, **{field: "\udcff"}))
-
-
-_SAMPLE = ScoreSample(sample_id="u/0/0", prompt="p", response="r", row={}, finish_reason=FinishReason.STOP, num_response_tokens=1)
+        score_sample_to_proto(sample)

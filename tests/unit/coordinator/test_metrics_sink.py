@@ -92,6 +92,7 @@ def test_metrics_sink_writes_evaluations_beside_the_steps(tmp_path: Path) -> Non
         "mean_length": 3.0,
         "truncated_share": 0.125,
         "source_accuracy": {"sums": 1.0},
+        "reward_revision": 0,
         "num_samples": 6,
     }
     assert sample_value("shoal_coordinator_evaluation_metric_value", {"metric": "accuracy"}) == 0.5

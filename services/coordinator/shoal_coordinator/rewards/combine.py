@@ -11,13 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
-from shoal_coordinator.rewards.results import LARGEST, as_error, number_problem, parts_total
+from shoal_coordinator.rewards.results import LARGEST, number_problem, parts_total
 from shoal_coordinator.rewards.scored import ComponentResult
 
 
 def with_parts(result: ComponentResult) -> ComponentResult:
     """Take the component's parts: its value becomes their weighted sum, or the sample an error of the component."""
     component = result.component
+    if not component.parts:
+        return result
     return replace(result, result=parts_total(result.result, component.parts, component.scorer))
 
 
@@ -45,15 +47,28 @@ def combine(samples: Sequence[ScoreSample], components: Sequence[Sequence[Compon
 
 def _combine_sample(sample: ScoreSample, every: Sequence[ComponentResult], counted: Sequence[ComponentResult]) -> ScoreResult:
     latency_ms = max((each.result.latency_ms for each in every), default=0.0)
-    empty = ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.NOT_SCORED, latency_ms=latency_ms)
     if not counted:
         why = "no component of the route scores its source" if not every else "no optional component has scored every sample of the prompt"
-        return replace(empty, message=why)
+        return _unscored(sample, ScoreStatus.NOT_SCORED, why, latency_ms)
     missing = [each for each in counted if each.result.status is not ScoreStatus.SCORED]
     if missing:
         worst = next((each for each in missing if each.result.status is ScoreStatus.ERROR), missing[0])
-        return replace(empty, status=worst.result.status, message=_reason(worst))
-    return _sum(replace(empty, status=ScoreStatus.SCORED, components=_parts(counted)), counted, sample.num_response_tokens)
+        return _unscored(sample, worst.result.status, _reason(worst), latency_ms)
+    value, token_values, problem = _sum(counted, sample.num_response_tokens)
+    if problem is not None:
+        return _unscored(sample, ScoreStatus.ERROR, problem, latency_ms)
+    return ScoreResult(
+        sample_id=sample.sample_id,
+        status=ScoreStatus.SCORED,
+        value=value,
+        components=_parts(counted),
+        token_values=token_values,
+        latency_ms=latency_ms,
+    )
+
+
+def _unscored(sample: ScoreSample, status: ScoreStatus, message: str, latency_ms: float) -> ScoreResult:
+    return ScoreResult(sample_id=sample.sample_id, status=status, message=message, latency_ms=latency_ms)
 
 
 def name_of(result: ComponentResult) -> str:
@@ -68,20 +83,19 @@ def _reason(result: ComponentResult) -> str:
     return message if message.startswith(name_of(result)) else f"{name_of(result)}: {message}"
 
 
-def _sum(total: ScoreResult, counted: Sequence[ComponentResult], num_tokens: int) -> ScoreResult:
+def _sum(counted: Sequence[ComponentResult], num_tokens: int) -> tuple[float, tuple[float, ...], str | None]:
+    """The weighted sum, its per-token rewards if there are any, and why it cannot be a reward, if it cannot."""
     if not any(each.result.token_values for each in counted):
         value = sum(each.component.weight * each.result.value for each in counted)
-        problem = number_problem("the weighted sum", value)
-        return replace(total, value=value) if problem is None else as_error(total, problem)
+        return value, (), number_problem("the weighted sum", value)
     rewards = np.zeros(num_tokens, np.float64)
     for each in counted:
         if each.result.token_values:
             rewards += each.component.weight * np.asarray(each.result.token_values, np.float64)
         else:
             rewards[-1] += each.component.weight * each.result.value
-    value = float(rewards.sum())
-    problem = number_problem("the weighted sum", value if abs(rewards).max() <= LARGEST else float(abs(rewards).max()))
-    return replace(total, value=value, token_values=tuple(rewards.tolist())) if problem is None else as_error(total, problem)
+    value, largest = float(rewards.sum()), float(np.abs(rewards).max())
+    return value, tuple(rewards.tolist()), number_problem("the weighted sum", value if largest <= LARGEST else largest)
 
 
 def _parts(counted: Sequence[ComponentResult]) -> dict[str, float]:
