@@ -74,6 +74,11 @@ def _bomb(path: str) -> float:
     return _endless(path)
 
 
+def _mark_and_sleep(path: str) -> float:
+    Path(path).touch()
+    return _sleep("60")
+
+
 def _alarm(_: str) -> float:
     signal.signal(signal.SIGALRM, lambda number, frame: None)
     return 1.0
@@ -103,6 +108,7 @@ DEEDS: dict[str, Callable[[str], float | None]] = {
     "children": _leave_children,
     "children_endless": _leave_children_and_hang,
     "bomb": _bomb,
+    "mark": _mark_and_sleep,
     "alarm": _alarm,
     "exit": _exit,
     "raise": float,

@@ -116,7 +116,7 @@ async def test_process_ends_although_a_scorer_hangs(registry: tuple[Registry, st
     leases, coordinator = registry
     async with reward_process(config_file, coordinator) as process:
         client = RewardClient(await wait_for_address(leases, process), SECURITY)
-        _, (result,) = await client.score("mine", "", make_samples(["hang"]), timeout_s=0.5)
+        _, (result,) = await client.score("mine", "", make_samples(["hang"]), timeout_s=2.0)
         assert str(result.status) == "error"
         await client.close()
         process.send_signal(signal.SIGTERM)

@@ -90,16 +90,18 @@ async def test_children_left_behind_do_not_hide_the_end_of_their_grader(pool: Gr
     await wait_until_gone([grader])
 
 
-async def test_grader_killed_from_outside_costs_the_sample_it_was_at() -> None:
+async def test_grader_killed_from_outside_costs_the_sample_it_was_at(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
     async with running_pool() as pool:
-        (grader,) = pool.process_ids
         await do(pool, ["warm"] * 10)
-        scoring = asyncio.create_task(do(pool, ["four", "sleep 60", "fifth"]))
-        await asyncio.sleep(0.3)
+        (grader,) = pool.process_ids
+        scoring = asyncio.create_task(do(pool, ["four", f"mark {mark}", "fifth"]))
+        while not mark.exists():
+            await asyncio.wait((scoring,), timeout=0.01)
         os.kill(grader, signal.SIGKILL)
         results = await scoring
-        assert [str(result.status) for result in results] == ["scored", "error", "scored"]
-        assert "killed by signal 9 (SIGKILL, out of memory or killed from outside)" in results[1].message
+    assert [str(result.status) for result in results] == ["scored", "error", "scored"]
+    assert "killed by signal 9 (SIGKILL, out of memory or killed from outside)" in results[1].message
 
 
 async def test_grader_killed_while_idle_is_replaced(pool: GraderPool) -> None:
