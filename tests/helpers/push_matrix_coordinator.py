@@ -28,7 +28,7 @@ from shoal_coordinator.gangs import SourceConnection
 from shoal_coordinator.push_history import PushHistory
 from shoal_coordinator.registry import Registry
 from shoal_coordinator.registry_servicer import SERVICE_NAME, RegistryServicer
-from shoal_coordinator.rewards.scoring import RewardEndpoint
+from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.server_pool import ServerPool
 from shoal_coordinator.stage_clock import StageClock
 from shoal_coordinator.waiting import WaitBoard
