@@ -166,3 +166,36 @@ async def test_poisoned_texts_reach_the_scorer_and_come_back() -> None:
 
 def offered() -> list[ScorerDescription]:
     return [ScorerDescription(name="exact", version="1", description="")]
+
+
+async def test_server_that_dies_amid_its_calls_is_left_for_another_one() -> None:
+    asked = asyncio.Event()
+
+    async def hang(request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        asked.set()
+        await asyncio.Event().wait()
+        return answer(request)
+
+    async with AsyncExitStack() as stack:
+        doomed = AsyncExitStack()
+        address = await doomed.enter_async_context(serving(register_reward(FakeReward(hang)), REWARD_SERVICE))
+        dying = await stack.enter_async_context(connected(address))
+        healthy = await stack.enter_async_context(serving(register_reward(FakeReward(failing())), REWARD_SERVICE))
+        pool = new_pool(a=dying)
+        calls = ScorerCalls(pool, max_open_requests=8)
+        scoring = [asyncio.create_task(calls.score(EXACT, samples(number), 1)) for number in range(3)]
+        await asked.wait()
+        pool.add("b", await stack.enter_async_context(connected(healthy)))
+        await doomed.aclose()
+        answers = await asyncio.gather(*scoring)
+    assert [(service, [result.value for result in results]) for service, results in answers] == [("b", [0.5, 0.5])] * 3
+
+
+async def test_answer_that_never_comes_is_an_error_at_the_deadline() -> None:
+    async def hang(request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        await asyncio.Event().wait()
+        return answer(request)
+
+    results = await score_on(FakeReward(hang), replace(EXACT, timeout_s=0.3))
+    assert {result.status for result in results} == {ScoreStatus.ERROR}
+    assert results[0].message.startswith("exact@1 failed on 'a': DeadlineError")
