@@ -16,7 +16,9 @@ from shoal_reward.judge.settings import ScoreRange
 
 _NUMBER = r"[-+]?(?:\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})"
 _SCORE_LINE = re.compile(rf"[*_]{{0,2}}score[*_]{{0,2}}\s*:\s*[*_]{{0,2}}\s*({_NUMBER})(?:\s*/\s*(\d{{1,15}}))?\s*[*_]{{0,2}}\.?", re.I)
-_FENCED_OBJECT = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.S)
+_MAX_LINE_CHARS = 100
+_BLOCK = "```"
+_BLOCK_STARTS = ("", "json")
 _END_OF_THOUGHT = "</think>"
 _EXCERPT_CHARS = 120
 
@@ -32,7 +34,7 @@ def read_score_line(answer: str, score: ScoreRange, judged: Sequence[str]) -> fl
     """
     lines = [line.strip() for line in _behind_thought(answer).splitlines() if line.strip()]
     quoted = _quoted_numbers(judged)
-    matches = [(line, match) for line in lines if (match := _SCORE_LINE.fullmatch(line))]
+    matches = [(line, match) for line in lines if (match := _score_in(line))]
     if not matches or lines[-1] != matches[-1][0]:
         raise DataError(f"the judge's answer does not end with a line `Score: x`: {_excerpt(answer)}")
     own = {_value(match, score) for _, match in matches if float(match[1]) not in quoted}
@@ -53,9 +55,7 @@ def read_object(answer: str, fields: Mapping[str, ScoreRange], judged: Sequence[
         judged: texts that the judge read; an object that stands there does not count.
     Raises: DataError: it is not one object, or a number is missing, given twice, no number or out of range.
     """
-    text = _behind_thought(answer).strip()
-    block = _FENCED_OBJECT.fullmatch(text)
-    text = text if block is None else block[1].strip()
+    text = _without_block(_behind_thought(answer).strip())
     members = _members(text, answer)
     if any(_without_blanks(text) in _without_blanks(other) for other in judged):
         raise DataError("the judge's object stands in the judged text too: it may be a quotation")
@@ -103,8 +103,21 @@ def _in_range(value: float, what: str, allowed: ScoreRange) -> float:
 
 def _quoted_numbers(texts: Sequence[str]) -> frozenset[float]:
     """Numbers of score lines in the judged texts."""
-    lines = (line.strip() for text in texts for line in text.splitlines())
-    return frozenset(float(match[1]) for line in lines if (match := _SCORE_LINE.fullmatch(line)))
+    lines = (line for text in texts for line in text.splitlines())
+    return frozenset(float(match[1]) for line in lines if (match := _score_in(line)))
+
+
+def _score_in(line: str) -> re.Match[str] | None:
+    # Long runs of blanks would keep the pattern busy for hours.
+    short = " ".join(line.split())
+    return _SCORE_LINE.fullmatch(short) if len(short) <= _MAX_LINE_CHARS else None
+
+
+def _without_block(text: str) -> str:
+    """What stands in a text that is one ``` block; another text as it is."""
+    first, _, rest = text.partition("\n")
+    is_block = first.startswith(_BLOCK) and first.removeprefix(_BLOCK).strip() in _BLOCK_STARTS and rest.endswith(_BLOCK)
+    return rest.removesuffix(_BLOCK).strip() if is_block else text
 
 
 def _without_blanks(text: str) -> str:

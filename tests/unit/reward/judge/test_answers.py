@@ -13,6 +13,7 @@ FIELDS = {"facts": TEN, "style": ScoreRange(low=-1.0, high=1.0)}
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
+        ("Score:   7", 7.0),
         ("Score: 7", 7.0),
         ("It is clear.\n\nScore: 7.5\n", 7.5),
         ("**Score:** 7", 7.0),
@@ -101,6 +102,18 @@ def test_an_object_with_all_numbers_is_read() -> None:
 def test_an_object_that_is_not_as_asked_is_an_error(answer: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_object(answer, FIELDS, ["p", "r"])
+
+
+@pytest.mark.timeout(20)
+def test_texts_that_are_made_to_keep_patterns_busy_do_not() -> None:
+    blanks = " " * 1_000_000
+    assert read_score_line(f"Score:{blanks}x\nScore: 3", TEN, [f"Score:{blanks}x", "score" * 200_000]) == 3.0
+    for answer in (f"Score:{blanks}x", "*" * 1_000_000, "1" * 1_000_000):
+        with pytest.raises(DataError):
+            read_score_line(answer, TEN, [answer])
+    for answer in ("```json" + "\n" * 1_000_000 + "``", "```" * 300_000, "{" + blanks):
+        with pytest.raises(DataError):
+            read_object(answer, FIELDS, [answer])
 
 
 def test_an_object_that_the_response_wrote_is_not_the_judges() -> None:
