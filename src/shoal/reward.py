@@ -39,8 +39,10 @@ BatchScoreFunction: TypeAlias = Callable[[list[str], list[str], list[Row]], Sequ
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
-_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,31}")
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+"""What the whole name of a scorer matches."""
+VERSION_PATTERN = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,31}")
+"""What the whole version of a scorer matches."""
 
 
 class Isolation(StrEnum):
@@ -88,9 +90,9 @@ class ScorerRegistry:
 
         Raises: ConfigError: bad name or version, or the pair is taken.
         """
-        if not _NAME.fullmatch(scorer.name):
+        if not NAME_PATTERN.fullmatch(scorer.name):
             raise ConfigError(f"scorer name {scorer.name!r} is invalid: use a lower-case letter, then up to 62 of a-z 0-9 _ . -")
-        if not _VERSION.fullmatch(scorer.version):
+        if not VERSION_PATTERN.fullmatch(scorer.version):
             raise ConfigError(
                 f"version {scorer.version!r} of scorer {scorer.name!r} is invalid: use a letter or digit, then up to 31 of those and .+_-"
             )

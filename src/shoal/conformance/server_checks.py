@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from shoal.conformance.probe import Probe
 from shoal.conformance.report import Check, Problem, failure, ok, warning
 from shoal.errors import NotFoundError
+from shoal.reward import NAME_PATTERN, VERSION_PATTERN
 from shoal.types import ScorerDescription, ScoreSample
 
 UNKNOWN_SCORER = "no-such-scorer"
 UNKNOWN_VERSION = "0.no-such-version"
-
-# As in shoal.reward, which is the SDK and not of this layer.
-_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
-_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,31}")
 
 
 def label(scorer: ScorerDescription) -> str:
@@ -44,9 +40,9 @@ def _check_names(scorers: Sequence[ScorerDescription]) -> Check:
 
 def _name_problem(scorers: Sequence[ScorerDescription]) -> Problem | None:
     for scorer in scorers:
-        if not _NAME.fullmatch(scorer.name):
+        if not NAME_PATTERN.fullmatch(scorer.name):
             return Problem(what=f"name {scorer.name!r} is invalid", fix="use a lower-case letter, then up to 62 of a-z 0-9 _ . -")
-        if not _VERSION.fullmatch(scorer.version):
+        if not VERSION_PATTERN.fullmatch(scorer.version):
             what = f"version {scorer.version!r} of scorer {scorer.name!r} is invalid"
             return Problem(what=what, fix="use a letter or digit, then up to 31 of those and .+_-")
     twice = [name for name, number in Counter(map(label, scorers)).items() if number > 1]

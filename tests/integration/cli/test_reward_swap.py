@@ -1,4 +1,5 @@
-"""Every command about reward routes against a real coordinator that trains, with a reward service of the user's own beside the run's."""
+"""Every command about reward routes against a real coordinator that trains, with a reward service of the user's own beside the run's;
+and a run that pauses with an alert."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.cli.main import app
 from shoal.errors import StateError
+from shoal.types import ScoreResult, ScoreStatus
 from tests.helpers.coordinator_process import VOCABULARY, CoordinatorProcess, running_coordinator, write_config
 from tests.helpers.fake_services import FakeCluster
 from tests.helpers.valkey import running_valkey
@@ -95,6 +97,27 @@ async def test_a_reward_is_added_compared_swapped_rolled_back_and_retired_while_
         stopped = await shoal("stop")
         assert "it ends after the current step" in stopped.stdout
         await coordinator.until_state("stopped")
+
+
+async def test_a_run_that_paused_by_itself_says_why_and_goes_on_after_resume(tmp_path: Path, redis_url: str) -> None:
+    config = write_config(tmp_path, redis_url, run={"steps": 100_000}, data={"held_out": None}, coordinator={"lease_s": 10.0})
+    async with running_coordinator(config) as coordinator:
+        cluster = FakeCluster(coordinator.grpc_address, "test", vocab_size=len(VOCABULARY))
+        right = cluster.reward.score
+        cluster.reward.score = lambda sample: ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="no GPU")
+        async with cluster:
+            shoal = Shoal(coordinator.rest_address)
+            await coordinator.until_state("paused")
+            (alert,) = (line for line in (await shoal("status")).stdout.splitlines() if line.startswith("ALERT"))
+            assert "reward-0" in alert
+            assert "no GPU" in alert
+            assert "shoal resume" in alert
+            cluster.reward.score = right
+            assert (await shoal("resume")).exit_code == 0
+            await coordinator.until(lambda status: status["step"] >= 2)
+            assert "ALERT" not in (await shoal("status")).stdout
+            await shoal("stop")
+            await coordinator.until_state("stopped")
 
 
 async def _add_and_shadow(shoal: Shoal, folder: Path) -> None:
