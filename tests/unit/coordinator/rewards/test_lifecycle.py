@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shoal_coordinator.rewards.gates import Gates
@@ -68,7 +69,7 @@ async def test_open_ignores_a_server_that_has_not_said_what_it_offers(tmp_path: 
         ({"sources": {"a": "math", "b": "nope"}}, "reward.sources of b: cannot score: no reward server offers scorer 'nope'"),
     ],
 )
-async def test_open_names_a_scorer_that_nobody_offers(tmp_path: Path, reward: dict[str, object], message: str) -> None:
+async def test_open_names_a_scorer_that_nobody_offers(tmp_path: Path, reward: dict[str, Any], message: str) -> None:
     async with LifecycleHarness(tmp_path, **reward) as routes:
         routes.servers.join("reward-0", scorer())
         with pytest.raises(NotFoundError, match=message):
