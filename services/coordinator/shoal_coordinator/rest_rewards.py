@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Protocol
 
 from fastapi import FastAPI, Path, Query
@@ -20,7 +21,7 @@ from shoal_coordinator.rest_reward_models import (
 )
 
 MAX_LOG_PER_PAGE = 10_000
-_TAGS = ["rewards"]
+_TAGS: list[str | Enum] = ["rewards"]
 _UNKNOWN: dict[int | str, dict[str, object]] = {404: {"model": ErrorModel, "description": "no such revision"}}
 _REFUSED: dict[int | str, dict[str, object]] = {409: {"model": ErrorModel, "description": "not possible from this stage"}}
 _BAD: dict[int | str, dict[str, object]] = {422: {"model": ErrorModel, "description": "the body cannot be used"}}

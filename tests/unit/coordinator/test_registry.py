@@ -52,6 +52,18 @@ def test_registry_expires_a_lease_that_is_not_renewed() -> None:
         registry.renew("rollout-0", lease.lease_id)
 
 
+@pytest.mark.parametrize("kind", list(ServiceKind))
+def test_registry_takes_a_service_without_a_run_only_if_it_scores(kind: ServiceKind) -> None:
+    registry, _ = make_registry(FakeClock())
+    info = dataclasses.replace(make_info("service", kind), run_id="")
+    if kind is ServiceKind.REWARD:
+        registry.register(info)
+        assert registry.services() == (info,)
+        return
+    with pytest.raises(InvalidRequestError, match="belongs to run ''"):
+        registry.register(info)
+
+
 async def test_registry_servicer_says_which_version_is_required() -> None:
     registry, _ = make_registry(FakeClock())
     async with (
