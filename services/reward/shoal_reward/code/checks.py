@@ -188,9 +188,11 @@ def _calls(source: str, settings: CodeSettings, num_tests: int) -> Iterator[RunT
 @contextlib.contextmanager
 def _scripts(source: str, settings: CodeSettings, num_tests: int) -> Iterator[RunTest]:
     """Two processes: the tests call the answer through its pipes, and their verdict comes through a pipe that it does not have."""
-    with SandboxedProcess("answer", settings, num_tests=num_tests) as answer:
+    # Both start at the same time.
+    with SandboxedProcess("answer", settings, num_tests=num_tests, is_awaited=False) as answer:
         joined = Pipes(extra={"answer_requests": answer.requests, "answer_replies": answer.replies})
         with SandboxedProcess("tester", settings, num_tests=num_tests, pipes=joined) as tester:
+            answer.await_ready()
             is_loaded = False
 
             def run(case: ScriptCase, seconds: float) -> bool:

@@ -65,7 +65,7 @@ class SandboxedProcess:
     requests: pipe to it. replies: pipe from it. folder: the only one that it can write to. holds: what confines it.
     """
 
-    def __init__(self, role: str, settings: CodeSettings, *, num_tests: int, pipes: Pipes = NO_PIPES) -> None:
+    def __init__(self, role: str, settings: CodeSettings, *, num_tests: int, pipes: Pipes = NO_PIPES, is_awaited: bool = True) -> None:
         """Start it and wait until it is confined.
 
         Args:
@@ -73,6 +73,7 @@ class SandboxedProcess:
             settings: its limits.
             num_tests: that it may run; each has the processor time of one.
             pipes: more descriptors for it.
+            is_awaited: wait here; otherwise `await_ready` must be called before anything is asked of it.
         Raises: SandboxError: it cannot be started.
         """
         self._settings = settings
@@ -81,7 +82,7 @@ class SandboxedProcess:
         try:
             self._open()
             self._start(role, num_tests, pipes)
-            self.holds = self._await_ready()
+            self.holds = self.await_ready() if is_awaited else {}
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox of an answer could not be started: {error}") from error
@@ -94,6 +95,22 @@ class SandboxedProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def await_ready(self) -> dict[str, object]:
+        """Wait until it is confined.
+
+        Returns: what confines it.
+        Raises: SandboxError: it is not, or not in time.
+        """
+        try:
+            message = self.watch(self._settings.limits.start_s).read(self.replies, _MESSAGE_BYTES)
+        except AnswerError as error:
+            raise SandboxError(f"the sandbox of an answer could not be started: {error}; is there memory and time left?") from None
+        if "ready" not in message:
+            raise SandboxError(f"the sandbox of an answer could not be started: {message.get('failed')}")
+        holds: dict[str, object] = message["ready"]
+        _say_what_is_missing(bool(holds["landlock"]) or not self._settings.use_landlock, bool(holds["seccomp"]))
+        return holds
 
     def watch(self, seconds: float, *others: SandboxedProcess) -> Watch:
         """Bound what follows. Args: seconds: from now. others: whose folders are looked at too."""
@@ -178,17 +195,6 @@ class SandboxedProcess:
                 "core_bytes": 0,
             },
         }
-
-    def _await_ready(self) -> dict[str, object]:
-        try:
-            message = self.watch(self._settings.limits.start_s).read(self.replies, _MESSAGE_BYTES)
-        except AnswerError as error:
-            raise SandboxError(f"the sandbox of an answer could not be started: {error}; is there memory and time left?") from None
-        if "ready" not in message:
-            raise SandboxError(f"the sandbox of an answer could not be started: {message.get('failed')}")
-        holds: dict[str, object] = message["ready"]
-        _say_what_is_missing(bool(holds["landlock"]) or not self._settings.use_landlock, bool(holds["seccomp"]))
-        return holds
 
 
 @contextlib.contextmanager

@@ -208,9 +208,9 @@ def test_the_answer_equals_only_what_is_its_own() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "{n * (2**61 - 1): 0 for n in range(1 << 70, (1 << 70) + 20_000)}",
-        "{n * (2**61 - 1) for n in range(1 << 70, (1 << 70) + 20_000)}",
-        "Fraction(3**1_000_000, 2**1_600_000)",
+        "{n * (2**61 - 1): 0 for n in range(1 << 70, (1 << 70) + 10_000)}",
+        "{n * (2**61 - 1) for n in range(1 << 70, (1 << 70) + 10_000)}",
+        "Fraction(3**200_000, 2**300_000)",
         "Decimal('1e999999999')",
         "16 ** 500_000",
         "'9' * 500_000",
