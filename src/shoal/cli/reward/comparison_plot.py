@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ from shoal.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_SMALLEST_POINT = 10
+_LARGEST_POINT = 400
+"""Areas in square points."""
 
 
 def draw_comparison(found: dict[str, Any], path: Path) -> None:
@@ -37,15 +42,18 @@ def draw_comparison(found: dict[str, Any], path: Path) -> None:
 
 
 def _draw_points(axis: Axes, found: dict[str, Any]) -> None:
-    x, y = [point[0] for point in found["points"]], [point[1] for point in found["points"]]
-    axis.scatter(x, y, s=14, alpha=0.35, linewidths=0)
+    # Rewards of few values lie on top of each other: the area of a point is the number of its samples.
+    counts = Counter((point[0], point[1]) for point in found["points"])
+    x, y = [place[0] for place in counts], [place[1] for place in counts]
+    largest = max(counts.values(), default=1)
+    axis.scatter(x, y, s=[_SMALLEST_POINT + _LARGEST_POINT * number / largest for number in counts.values()], alpha=0.35, linewidths=0)
     if x:
         low, high = min(*x, *y), max(*x, *y)
         axis.plot([low, high], [low, high], color="grey", linestyle="--", linewidth=1, label="the same reward")
         axis.legend(loc="upper left", frameon=False)
     axis.set_xlabel(f"reward by the active revision {found['active']}")
     axis.set_ylabel(f"reward by revision {found['number']}")
-    axis.set_title(f"{len(x)} samples" if x else "no sample was scored by both")
+    axis.set_title(f"{counts.total()} samples, by area" if x else "no sample was scored by both")
     axis.grid(alpha=0.3)
 
 
