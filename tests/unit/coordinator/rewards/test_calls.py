@@ -78,8 +78,6 @@ async def test_refusal_is_not_asked_again(error: ShoalError) -> None:
 
 async def test_no_more_requests_than_the_limit_are_open_for_2000_groups_at_once() -> None:
     """R46: 2000 at once, limit 64; all are scored in the end."""
-    servers = {name: FakeReward() for name in "ab"}
-    pool = reward_pool(**servers)
     num_open = max_open = 0
 
     class Counting(FakeReward):
@@ -93,9 +91,7 @@ async def test_no_more_requests_than_the_limit_are_open_for_2000_groups_at_once(
             num_open -= 1
             return await super().score(scorer, version, samples, timeout_s=timeout_s)
 
-    for name in "ab":
-        pool.add(name, Counting())
-    calls = calls_on(pool, limit=64)
+    calls = calls_on(reward_pool(a=Counting(), b=Counting()), limit=64)
     answers = await asyncio.gather(*(calls.score(component(), group(number, 1), 1) for number in range(2000)))
     assert max_open == 64
     assert {results[0].status for _, results in answers} == {ScoreStatus.SCORED}
