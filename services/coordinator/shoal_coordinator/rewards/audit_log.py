@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -70,7 +71,8 @@ class AuditLog:
 
     def __init__(self, path: Path, run_id: str, now_unix_s: float) -> None:
         self.path = path
-        self._run_id = run_id
+        # A line is written in a thread; the file must not be closed, and its number given to another, in the middle of it.
+        self._writing = threading.Lock()
         self._file = _open_locked(path)
         try:
             self._entries = _replay(path, self._file)
@@ -101,26 +103,31 @@ class AuditLog:
         Raises: StateError: it does not; the file is as it was.
         """
         line = entry.model_dump_json().encode() + b"\n"
-        try:
-            if self._is_dirty:
-                self._cut_back()
-            self._is_dirty = True
-            _write_all(self._file, line)
-            os.fsync(self._file)
-        except OSError as error:
-            self._try_cut_back()
-            raise StateError(
-                f"cannot write {self.path} ({error.strerror or error}): nothing has changed; make room or repair the disk, then try again"
-            ) from error
-        self._size += len(line)
-        self._is_dirty = False
-        self._entries.append(entry)
+        with self._writing:
+            try:
+                self._write(line)
+            except OSError as error:
+                self._try_cut_back()
+                raise StateError(
+                    f"cannot write {self.path} ({error.strerror}): nothing has changed; make room or repair the disk, then try again"
+                ) from error
+            self._size += len(line)
+            self._is_dirty = False
+            self._entries.append(entry)
 
     def close(self) -> None:
-        """Let go of the file; closing twice is harmless."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Let go of the file, after the line that is being written; closing twice is harmless."""
+        with self._writing:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _write(self, line: bytes) -> None:
+        if self._is_dirty:
+            self._cut_back()
+        self._is_dirty = True
+        _write_all(self._file, line)
+        os.fsync(self._file)
 
     def _try_cut_back(self) -> None:
         try:
@@ -151,9 +158,11 @@ def _open_locked(path: Path) -> int:
         raise ConfigError(f"cannot open {path} ({error.strerror}): make run.folder writable, or choose another") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(file)
         raise ConfigError(f"{path} is in use by another coordinator: stop that one, or choose another run.folder") from error
+    except OSError as error:  # a network file system without locks
+        log.warning("audit_log_not_locked", path=str(path), error=str(error))
     return file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -56,6 +57,23 @@ def test_audit_log_is_held_by_one_process(tmp_path: Path) -> None:
         open_log(tmp_path)
     log.close()
     open_log(tmp_path).close()
+
+
+def test_audit_log_that_was_closed_takes_no_line(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.close()
+    with pytest.raises(StateError, match="Bad file descriptor"):
+        log.append(entry(1))
+    assert open_log(tmp_path).next_seq == 1
+
+
+def test_audit_log_without_locks_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    open_log(tmp_path).append(entry(1))
+    assert "audit_log_not_locked" in caplog.text
 
 
 def test_audit_log_of_another_run_is_moved_aside(tmp_path: Path) -> None:

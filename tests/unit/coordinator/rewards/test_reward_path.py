@@ -14,13 +14,16 @@ import pytest
 from shoal_coordinator.app import Coordinator
 from shoal_coordinator.metrics_sink import JsonLinesSink, MetricsSink
 from shoal_coordinator.rest import create_app
+from shoal_coordinator.rest_models import Command
 from shoal_coordinator.rewards.probes import ProbeSet
 from shoal_coordinator.rewards.route_stages import RouteStage
+from shoal_coordinator.states import RunState
 
 from shoal.config.load import build_config
 from shoal.errors import InvalidRequestError
 from shoal.rpc.v1 import common_pb2, reward_pb2
 from shoal.types import FinishReason, ScoreSample, ServiceInfo, ServiceKind
+from tests.helpers.run_fakes import RunHarness
 from tests.helpers.third_party_reward import ThirdPartyReward, served
 
 SIGNED = {"who": "ada", "why": "because"}
@@ -202,3 +205,31 @@ async def test_reward_server_serves_this_run_or_whoever_asks(tmp_path: Path, run
         else:
             with pytest.raises(InvalidRequestError, match="belongs to run 'other'"):
                 run.register("reward-0", address, run_id=run_id)
+
+
+async def test_run_fails_when_no_server_offers_the_configured_scorer(tmp_path: Path) -> None:
+    sections = {"reward": {"scorer": "poet"}, "coordinator": {"ready_timeout_s": 1.0}}
+    async with RunHarness(tmp_path, **sections) as run:
+        run.join_all()
+        await run.until(RunState.FAILED)
+        error = run.coordinator.run.progress.error
+    assert error == "reward.scorer cannot score: no reward server offers scorer 'poet'; there is: arithmetic 1 (reward-0)"
+
+
+async def test_run_can_be_stopped_while_it_waits_for_a_scorer(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, reward={"scorer": "poet"}, coordinator={"ready_timeout_s": 60.0}) as run:
+        run.join_all()
+        await run.until_true(lambda: any("offers poet" in wait.what for wait in run.coordinator.backend.status().waiting_for))
+        run.coordinator.backend.command(Command.STOP)
+        await run.until(RunState.STOPPED)
+    assert run.coordinator.rewards.book.records() == ()
+
+
+async def test_run_goes_on_with_the_route_of_its_log(tmp_path: Path) -> None:
+    async with RunHarness(tmp_path, run={"steps": 1}) as run:
+        run.join_all()
+        await run.until(RunState.FINISHED)
+        assert run.coordinator.backend.status().route_revision == 1
+    before = run.coordinator.rewards.book.records()
+    async with RunHarness(tmp_path, run={"steps": 1}) as run:
+        assert run.coordinator.rewards.book.records() == before
