@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
 
@@ -138,33 +138,22 @@ def reward(
     """Register the decorated function as a scorer and return it unchanged.
 
     Args:
-        name: lower-case letters, digits, `_`, `.`, `-`.
         version: raise it with every change that can alter a score; records carry it.
         batch: the function takes lists and returns a list.
         description: one line for listings; None takes the first line of the docstring.
-        isolation: where it runs; None: a coroutine function in the event loop, another in a process.
-        prepare, needs_token_ids: see `Scorer`.
-        registry: for tests; the process's own otherwise.
+        isolation: None: a coroutine function in the event loop, another in a process.
+        prepare, needs_token_ids: see `Scorer`. registry: for tests; the process's own otherwise.
     Raises: ConfigError: bad or taken name and version, or a function that cannot take three arguments.
     """
 
     def register(function: _Function) -> _Function:
         _check_signature(name, function)
         is_async = inspect.iscoroutinefunction(function)
-        registry.add(
-            Scorer(
-                name=name,
-                version=version,
-                description=_first_line(function) if description is None else description,
-                function=function,
-                is_batch=batch,
-                is_async=is_async,
-                isolation=_isolation(name, is_async, isolation),
-                prepare=prepare,
-                needs_token_ids=needs_token_ids,
-                fingerprint=fingerprint_of(function),
-            )
-        )
+        line = _first_line(function) if description is None else description
+        place = _isolation(name, is_async, isolation)
+        scorer = Scorer(name=name, version=version, description=line, function=function, is_batch=batch, is_async=is_async)
+        fingerprint = fingerprint_of(function)
+        registry.add(replace(scorer, isolation=place, prepare=prepare, needs_token_ids=needs_token_ids, fingerprint=fingerprint))
         return function
 
     return register
