@@ -208,8 +208,7 @@ async def test_reward_server_serves_this_run_or_whoever_asks(tmp_path: Path, run
 
 
 async def test_run_fails_when_no_server_offers_the_configured_scorer(tmp_path: Path) -> None:
-    sections = {"reward": {"scorer": "poet"}, "coordinator": {"ready_timeout_s": 1.0}}
-    async with RunHarness(tmp_path, **sections) as run:
+    async with RunHarness(tmp_path, reward={"scorer": "poet"}, coordinator={"ready_timeout_s": 1.0}) as run:
         run.join_all()
         await run.until(RunState.FAILED)
         error = run.coordinator.run.progress.error
