@@ -148,6 +148,7 @@ class RouteLifecycle:
         for component in components:
             self._refuse_unknown_sources(component)
         self._refuse_gaps(components)
+        self._refuse_missing_parts(components)
         for address in addresses:
             _check_address(address)
         return await self._book.add(label, components, addresses=addresses, who=who, why=why)
@@ -295,6 +296,18 @@ class RouteLifecycle:
             if not any(component.is_required and component.applies_to(source) for component in components):
                 rows = f"rows of source {source!r}" if source else "rows of sources that no component names"
                 raise InvalidRequestError(f"{rows} would have no reward: give a required component for them (sources [] is all)")
+
+    def _refuse_missing_parts(self, components: Sequence[RouteComponent]) -> None:
+        """gdpo reads the parts of reward.weights from the records and weighs them itself; a route without them would train nothing."""
+        if self._parts.config.algorithm.estimator != "gdpo":
+            return
+        for source in self._sources or ("",):
+            given = {name for part in components if part.applies_to(source) for name in (part.parts or (part.scorer,))}
+            if missing := sorted(set(self._parts.config.reward.weights) - given):
+                raise InvalidRequestError(
+                    f"algorithm.estimator gdpo needs the parts of reward.weights, and the route does not name {missing[0]!r}: "
+                    "give it in a component's parts"
+                )
 
     def _refuse_unknown_sources(self, component: RouteComponent) -> None:
         unknown = sorted(set(component.sources) - set(self._sources)) if self._sources else []

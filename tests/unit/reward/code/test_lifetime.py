@@ -68,11 +68,12 @@ def test_folders_of_the_living_stay() -> None:
 
 def test_descriptors_are_given_back() -> None:
     tests: list[object] = [[{"input": "", "output": "1"}] * 2, [{"function": "f", "output": 1}], "assert f() == 1", "assert f() == 2"]
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     for each in tests:
         checked("print(1)\ndef f(): return 1", each)
         checked("1 / 0", each)
-    assert os.listdir("/proc/self/fd") == before
+    # Whatever earlier tests left to the garbage collector may go meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def left_by(process: int) -> list[Path]:
