@@ -25,6 +25,7 @@ from shoal_coordinator.rewards.lifecycle import RouteLifecycle, RouteParts
 from shoal_coordinator.rewards.route import RouteComponent
 from shoal_coordinator.rewards.route_record import RouteRecord
 from shoal_coordinator.rewards.route_stages import RouteStage
+from shoal_coordinator.rewards.row_check import RowCheck
 from shoal_coordinator.rewards.shadow import ShadowRunner
 from shoal_coordinator.rewards.slow_samples import SlowSamples
 from shoal_coordinator.rewards.static_servers import StaticServers
@@ -184,11 +185,20 @@ class FixedProbes:
 class LifecycleHarness:
     """A lifecycle that runs; `start_again` is the end of one coordinator and the beginning of the next."""
 
-    def __init__(self, folder: Path, *, patience_s: float = 0.05, probes: FixedProbes | None = None, **reward: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        patience_s: float = 0.05,
+        probes: FixedProbes | None = None,
+        algorithm: dict[str, object] | None = None,
+        **reward: Any,  # noqa: ANN401
+    ) -> None:
         tree: dict[str, Any] = {
             "run": {"id": "run", "folder": str(folder), "steps": 1},
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
+            "algorithm": algorithm or {},
             "coordinator": {"ready_timeout_s": reward.pop("ready_timeout_s", 5.0), "lease_s": 1.5},
             "reward": ({} if reward.get("sources") else {"scorer": "math"}) | {"timeout_s": 7.0} | reward,
         }
@@ -216,7 +226,15 @@ class LifecycleHarness:
         self.lifecycle = RouteLifecycle(parts, patience_s=self._patience_s)
         self.slow = SlowSamples()
         calls = ScorerCalls(ServerPool("reward server", self.waits), max_open_requests=1)
-        self.path = RewardPath(parts=parts, lifecycle=self.lifecycle, calls=calls, shadow=ShadowRunner(self.book, calls), slow=self.slow)
+        self.rows = RowCheck(self.config, self.book, self.calls)
+        self.path = RewardPath(
+            parts=parts,
+            lifecycle=self.lifecycle,
+            calls=calls,
+            shadow=ShadowRunner(self.book, calls),
+            slow=self.slow,
+            rows=self.rows,
+        )
 
     async def __aenter__(self) -> Self:
         self._running = asyncio.create_task(self.lifecycle.run())

@@ -81,7 +81,9 @@ class Coordinator:
             config, registry=self.registry, connector=connections, servers=self.fleet, pool=reward_pool, waits=waits
         )
         control = RunControl(self.machine)
-        access = RewardAccess(calls=self.rewards.calls, routes=self.rewards.book, attention=control, shadow=self.rewards.shadow)
+        access = RewardAccess(
+            calls=self.rewards.calls, routes=self.rewards.book, attention=control, shadow=self.rewards.shadow, rows=self.rewards.rows
+        )
         parts = RunParts(
             config=config,
             machine=self.machine,
@@ -92,7 +94,7 @@ class Coordinator:
             clock=clock,
             waits=waits,
             open_workload=make_workload or (lambda: open_workload(config, rollout_pool, access, clock)),
-            open_route=self.rewards.lifecycle.open,
+            open_route=self.rewards.open,
         )
         self.run = Run(parts)
         self.backend = RunBackend(self.run, parts, self.registry, self.rewards.book)

@@ -20,6 +20,7 @@ from shoal_coordinator.rest_reward_models import (
     RewardServerModel,
     RewardsModel,
     RouteModel,
+    RowCheckModel,
     ShadowBody,
     SlowSampleModel,
     SlowSamplesModel,
@@ -41,11 +42,15 @@ class RouteBackend:
         self._parts = path.parts
         self._book = path.book
         self._slow = path.slow
+        self._rows = path.rows
 
     def rewards(self) -> RewardsModel:
         """Revisions and servers."""
         return RewardsModel(
-            active=self._book.active_number, revisions=[self._route(record) for record in self._book.records()], servers=self._servers()
+            active=self._book.active_number,
+            revisions=[self._route(record) for record in self._book.records()],
+            servers=self._servers(),
+            rows=self._checked_rows(),
         )
 
     def comparison(self, number: int) -> ComparisonModel:
@@ -86,6 +91,12 @@ class RouteBackend:
         """Use a revision no more."""
         await self._lifecycle.retire(number, who=body.who, why=body.why)
         return self._route_of(number)
+
+    def _checked_rows(self) -> RowCheckModel | None:
+        tally = self._rows.tally
+        if tally is None:
+            return None
+        return RowCheckModel(num_checked=tally.num_checked, num_unscored=len(tally.unscored), num_not_correct=len(tally.not_correct))
 
     def _component(self, body: ComponentBody) -> RouteComponent:
         return RouteComponent(

@@ -163,6 +163,17 @@ class RewardServerModel(_Answer):
     """What it said it offers."""
 
 
+class RowCheckModel(_Answer):
+    """Rows whose own answer was scored at the start of the run."""
+
+    num_checked: int
+    """Rows for which the scorers have answered so far."""
+    num_unscored: int
+    """Of these, rows without a score: they cannot earn a reward; unscored_rows.jsonl in the run's folder has them."""
+    num_not_correct: int
+    """Of these, rows whose own answer is scored, but not as correct; in the same file."""
+
+
 class RewardsModel(_Answer):
     """Routes and servers."""
 
@@ -172,6 +183,8 @@ class RewardsModel(_Answer):
     """Oldest first."""
     servers: list[RewardServerModel]
     """By service id."""
+    rows: RowCheckModel | None = None
+    """The check of rows; null before it begins, and where reward.check_rows is 0."""
 
 
 class SidesModel(_Answer):

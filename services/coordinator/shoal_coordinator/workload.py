@@ -23,6 +23,7 @@ from shoal_coordinator.experience import CollectionPlan, ExperienceCollector
 from shoal_coordinator.prompts import PromptPosition, PromptSource
 from shoal_coordinator.rewards.calls import ScorerCalls
 from shoal_coordinator.rewards.probes import ProbeSet
+from shoal_coordinator.rewards.row_check import RowCheck, RunRows
 from shoal_coordinator.rewards.scored import RouteSource, ScoredGroupListener
 from shoal_coordinator.rewards.scoring import GroupScorer
 from shoal_coordinator.server_pool import ServerPool
@@ -40,13 +41,14 @@ class RewardAccess:
     """What a workload needs to have its groups scored.
 
     calls: the way to the reward servers. routes: which revision scores new groups. attention: pauses the run when too many samples have
-    no score. shadow: sees every group that was scored.
+    no score. shadow: sees every group that was scored. rows: checks rows of the data.
     """
 
     calls: ScorerCalls
     routes: RouteSource
     attention: Attention
     shadow: ScoredGroupListener | None = None
+    rows: RowCheck | None = None
 
 
 class GroupQueue(Protocol):
@@ -124,6 +126,8 @@ class TrainingWorkload:
         self._rewards = rewards
         self._scorer = GroupScorer(rewards.calls, data.tokenizer, clock, source_key=config.data.source_key)
         self.probes = ProbeSet.from_rows(data.train, data.tokenizer, source_key=config.data.source_key)
+        if rewards.rows is not None:
+            rewards.rows.set_rows(RunRows(train=data.train, held_out=data.held_out, tokenizer=data.tokenizer))
         self._dispatcher = Dispatcher(
             rollout_pool,
             config.rollout,

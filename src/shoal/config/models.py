@@ -138,6 +138,9 @@ class RewardSection(Section):
     """Most calls to reward servers that are open at once."""
     max_unscored_share: float = Field(default=0.5, ge=0, le=1)
     """Above this share of unscored samples in a step the run pauses with an alert that names the scorer and the error."""
+    check_rows: int = Field(default=512, ge=0, le=100_000)
+    """Rows whose own answer is scored at the start, spread over the data, to report those that cannot earn a reward; 0 is off. The
+    scorers of the run are asked, so where a model or a judge costs money this does too."""
 
     @property
     def scorers(self) -> dict[str, str]:

@@ -89,6 +89,22 @@ def test_list_shows_revisions_and_servers() -> None:
     assert lines[9] == "reward-0: silent since 3 s"
 
 
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        (
+            (512, 3, 1),
+            "512 rows checked with their own answer, 3 without a score, 1 not correct; unscored_rows.jsonl in the run's folder has them",
+        ),
+        ((512, 0, 0), "512 rows checked with their own answer, 0 without a score, 0 not correct"),
+    ],
+)
+def test_list_says_what_the_check_of_the_data_has_found(counts: tuple[int, int, int], line: str) -> None:
+    rows = dict(zip(("num_checked", "num_unscored", "num_not_correct"), counts, strict=True))
+    result, _ = run({"GET /v1/rewards": rewards(route()) | {"rows": rows}}, "list")
+    assert result.stdout.splitlines()[-1] == f"data: {line}"
+
+
 def test_list_prints_the_answer_as_json() -> None:
     listed = rewards(route())
     result, _ = run({"GET /v1/rewards": listed}, "list", "--json")

@@ -14,6 +14,7 @@ from shoal_coordinator.backend_rewards import RouteBackend
 from shoal_coordinator.rest import create_app
 from shoal_coordinator.rewards.comparison import Comparison, Sides, WorstCase
 from shoal_coordinator.rewards.route_stages import RouteStage
+from shoal_coordinator.rewards.row_check import RowFinding, RowTally
 
 from shoal.errors import StateError
 from tests.helpers.lifecycle_fakes import LifecycleHarness, passing, scorer
@@ -114,6 +115,15 @@ async def test_rewards_shows_revisions_and_servers(api: Api) -> None:
     ]
     assert found["servers"][1]["problem"].startswith("math@1 is other code under the same version (f2)")
     assert found["servers"][2]["problem"] == "connection refused"
+
+
+async def test_rewards_count_checked_rows_once_the_check_has_begun(api: Api) -> None:
+    assert (await api.get(""))["rows"] is None
+    tally = api.routes.rows.tally = RowTally()
+    tally.checked.update({"": 5})
+    for status in ("not_scored", "error", "not_correct"):
+        tally.findings.append(RowFinding(row_index=0, data="train", source="", scorer="math@1", status=status, message=""))
+    assert (await api.get(""))["rows"] == {"num_checked": 5, "num_unscored": 2, "num_not_correct": 1}
 
 
 async def test_rewards_go_from_added_to_retired(api: Api) -> None:

@@ -15,6 +15,8 @@ from shoal_coordinator.rewards.book import RouteBook
 from shoal_coordinator.rewards.calls import ScorerCalls
 from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.rewards.lifecycle import RouteLifecycle, RouteParts
+from shoal_coordinator.rewards.probes import ProbeSet
+from shoal_coordinator.rewards.row_check import RowCheck
 from shoal_coordinator.rewards.shadow import ShadowRunner
 from shoal_coordinator.rewards.slow_samples import SlowSamples
 from shoal_coordinator.rewards.static_servers import StaticServers
@@ -33,18 +35,25 @@ class RewardPath:
     calls: ScorerCalls
     shadow: ShadowRunner
     slow: SlowSamples
+    rows: RowCheck
 
     @property
     def book(self) -> RouteBook:
         """The revisions of the route."""
         return self.parts.book
 
+    async def open(self, probes: ProbeSet) -> None:
+        """Make sure that a revision is active, and let the rows be checked. Raises: see `RouteLifecycle.open`."""
+        await self.lifecycle.open(probes)
+        self.rows.begin()
+
     async def run(self) -> None:
-        """Ask static servers, shadow and drive revisions until cancelled."""
+        """Ask static servers, shadow, drive revisions and check rows until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.parts.statics.run())
             group.create_task(self.shadow.run())
             group.create_task(self.lifecycle.run())
+            group.create_task(self.rows.run())
 
     def close(self) -> None:
         """Let go of the audit log."""
@@ -80,4 +89,5 @@ def build_reward_path(
         check=check_service,
         waits=waits,
     )
-    return RewardPath(parts=parts, lifecycle=RouteLifecycle(parts), calls=calls, shadow=shadow, slow=slow)
+    rows = RowCheck(config, book, side_calls)
+    return RewardPath(parts=parts, lifecycle=RouteLifecycle(parts), calls=calls, shadow=shadow, slow=slow, rows=rows)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from shoal.types import FinishReason, Int32Array, ScoreSample
 from shoal_coordinator.prompt_rows import ANSWER
 from shoal_coordinator.prompts import PromptRow
+from shoal_coordinator.tokenizing import valid_text
+
+_T = TypeVar("_T")
 
 MAX_LIVE_SAMPLES = 256
 MAX_MADE_SAMPLES = 64
@@ -51,10 +54,14 @@ class ProbeSet:
             source_key: column that names a row's source.
         """
         chosen = _of_each_source(rows[:MAX_SCANNED_ROWS], source_key, MAX_MADE_SAMPLES)
-        answers = [_answer(row) for row in chosen]
+        answers = [answer_of(row) for row in chosen]
         ids = tokenizer.encode(answers)
         # A live response has a token at least.
-        made = [_sample(row, answer, own) for row, answer, own in zip(chosen, answers, ids, strict=True) if own.size]
+        made = [
+            sample_of_row(row, answer, own, f"probe-r{row.row_index}/0/1")
+            for row, answer, own in zip(chosen, answers, ids, strict=True)
+            if own.size
+        ]
         return cls(made, source_key=source_key)
 
     def note(self, samples: Sequence[ScoreSample]) -> None:
@@ -68,19 +75,19 @@ class ProbeSet:
             limit: how many at most.
             sources: of whose rows; empty is all.
         """
-        live = _spread([sample for sample in self._live if self._is_of(sample, sources)], limit)
-        made = _spread([sample for sample in self._made if self._is_of(sample, sources)], limit - len(live))
+        live = spread([sample for sample in self._live if self._is_of(sample, sources)], limit)
+        made = spread([sample for sample in self._made if self._is_of(sample, sources)], limit - len(live))
         return [*live, *made]
 
     def _is_of(self, sample: ScoreSample, sources: Collection[str]) -> bool:
-        return not sources or _source(sample.row, self._source_key) in sources
+        return not sources or source_of_row(sample.row, self._source_key) in sources
 
 
 def _of_each_source(rows: Sequence[PromptRow], source_key: str, limit: int) -> list[PromptRow]:
     """The first rows of each source, in turns, so that a rare source is there too."""
     by_source: dict[str, list[PromptRow]] = {}
     for row in rows:
-        own = by_source.setdefault(_source(row.row, source_key), [])
+        own = by_source.setdefault(source_of_row(row.row, source_key), [])
         if len(own) < limit:
             own.append(row)
     longest = max(map(len, by_source.values()), default=0)
@@ -88,20 +95,25 @@ def _of_each_source(rows: Sequence[PromptRow], source_key: str, limit: int) -> l
     return in_turns[:limit]
 
 
-def _source(row: dict[str, object], source_key: str) -> str:
+def source_of_row(row: dict[str, object], source_key: str) -> str:
+    """The source of a row; "" if it has none."""
     return str(row.get(source_key, ""))
 
 
-def _answer(row: PromptRow) -> str:
+def answer_of(row: PromptRow) -> str:
+    """A row's answer as text, the first of several right ones; the prompt of a row without the column."""
     answer = row.row.get(ANSWER)
-    return (row.text if answer is None else str(answer))[:MAX_RESPONSE_CHARS]
+    if isinstance(answer, list):
+        answer = answer[0] if answer else ""
+    return valid_text(row.text if answer is None else str(answer))[:MAX_RESPONSE_CHARS]
 
 
-def _sample(row: PromptRow, answer: str, response_ids: Int32Array) -> ScoreSample:
+def sample_of_row(row: PromptRow, response: str, response_ids: Int32Array, sample_id: str) -> ScoreSample:
+    """Make a sample of a row and a response that nobody generated; response_ids: at least one."""
     return ScoreSample(
-        sample_id=f"probe-r{row.row_index}/0/1",
+        sample_id=sample_id,
         prompt=row.text,
-        response=answer,
+        response=response,
         row=row.row,
         finish_reason=FinishReason.STOP,
         num_response_tokens=response_ids.size,
@@ -110,10 +122,10 @@ def _sample(row: PromptRow, answer: str, response_ids: Int32Array) -> ScoreSampl
     )
 
 
-def _spread(samples: Sequence[ScoreSample], limit: int) -> list[ScoreSample]:
-    """At most limit of the samples, at even distances: neighbours are siblings, which resemble each other."""
+def spread(items: Sequence[_T], limit: int) -> list[_T]:
+    """At most limit of the items, at even distances: neighbours, such as siblings, resemble each other."""
     if limit <= 0:
         return []
-    if len(samples) <= limit:
-        return list(samples)
-    return [samples[place] for place in np.linspace(0, len(samples) - 1, limit).round().astype(int).tolist()]
+    if len(items) <= limit:
+        return list(items)
+    return [items[place] for place in np.linspace(0, len(items) - 1, limit).round().astype(int).tolist()]

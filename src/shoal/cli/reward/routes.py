@@ -60,6 +60,15 @@ def list_routes(command: RouteCommand) -> None:
     for server in found["servers"]:
         if server.get("problem"):
             print_line(command.console, f"{server['service_id']}: {server['problem']}")
+    if found.get("rows"):
+        print_line(command.console, _rows_text(found["rows"]))
+
+
+def _rows_text(rows: dict[str, int]) -> str:
+    """What the check of the data at the start of the run has found."""
+    unscored, not_correct = rows["num_unscored"], rows["num_not_correct"]
+    text = f"data: {rows['num_checked']} rows checked with their own answer, {unscored} without a score, {not_correct} not correct"
+    return f"{text}; unscored_rows.jsonl in the run's folder has them" if unscored or not_correct else text
 
 
 def _route_cells(route: Route) -> tuple[object, ...]:
