@@ -272,7 +272,7 @@ def _parts(chosen: Sequence[Sequence[ChosenRow]]) -> Iterator[Sequence[ChosenRow
 
 
 def _sample(chosen: ChosenRow, answer: str, response_ids: Int32Array) -> ScoreSample:
-    name = f"row-{chosen.data}-r{chosen.row.row_index}/0/1"
+    name = f"probe-{chosen.data}-r{chosen.row.row_index}/0/1"
     if answer.strip() and response_ids.size:
         return sample_of_row(chosen.row, answer, response_ids, name)
     # A response has a token at least; without a right answer none is correct, whatever it is.
