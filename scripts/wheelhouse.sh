@@ -19,8 +19,9 @@ if [ "$(cat "$out/.stamp" 2>/dev/null || true)" = "$stamp" ]; then
 fi
 # Other versions of before must not win.
 rm -f "$out"/.stamp "$out"/*.whl "$out"/*.tar.gz
-download() { "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --prefer-binary --dest "$out" "$@"; }
-download --no-deps --requirement "$pins"
-download "hatchling>=1.27" # with what it needs
+# Those that are published as source only are built here (gcc): the images have no compiler.
+wheels() { "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --prefer-binary --wheel-dir "$out" "$@"; }
+wheels --no-deps --requirement "$pins"
+wheels "hatchling>=1.27" # with what it needs
 echo "$stamp" >"$out/.stamp"
 echo "wheelhouse: $(ls "$out"/*.whl | wc -l) wheels, $(du -sh "$out" | cut -f1)"

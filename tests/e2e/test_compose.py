@@ -6,24 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.compose import Compose, compose_project
-from tests.helpers.valkey import free_port
+from tests.helpers.compose import Compose, training_project
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
 SERVICES = {"redis", "coordinator", "rollout", "reward", "actor", "critic"}
+USERS = dict.fromkeys(SERVICES, 10001) | {"reward": 10002}
 MAX_LOGPROB_DIFFERENCE = 1e-3
 """Between engine and trainer; an engine with other weights than the trainer's is off by far more."""
 
 
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
-    """The project with all services started, three steps into its training."""
-    settings = {"SHOAL_REST_PORT": str(free_port()), "SHOAL_STEPS": "100000", "SHOAL_SEED": "0"}
-    with compose_project("shoal-test", settings) as project:
-        project.run("build", timeout_s=1200)
-        project.run("up", "--detach", timeout_s=600)
-        project.wait(lambda: project.step() >= 3, "third step", 420)
+    with training_project("shoal-test") as project:
         yield project
 
 
@@ -38,7 +33,7 @@ def test_compose_trains_and_pushes(compose: Compose) -> None:
 
 def test_compose_services_run_without_root_and_cannot_change_their_images(compose: Compose) -> None:
     for service in sorted(SERVICES):
-        assert "\nUid:\t10001\t10001" in compose.run("exec", "-T", service, "cat", "/proc/1/status"), service
+        assert f"\nUid:\t{USERS[service]}\t{USERS[service]}" in compose.run("exec", "-T", service, "cat", "/proc/1/status"), service
         mounts = compose.run("exec", "-T", service, "cat", "/proc/mounts")
         root_options = next(line.split()[3] for line in mounts.splitlines() if line.split()[1] == "/")
         assert "ro" in root_options.split(","), service

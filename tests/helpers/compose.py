@@ -19,22 +19,35 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.valkey import free_port
+
 ROOT = Path(__file__).parents[2]
 _ENGINE_CANNOT_RUN = 3
 _ENGINE_STOP_S = 60
+_RUNNING = '{{index .Config.Labels "com.docker.compose.service"}} {{.Id}} {{.State.StartedAt}} {{.State.Pid}}'
 _KILL = "import os, sys; os.kill(int(sys.argv[1]), 9)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compose:
-    """docker compose with a project name of its own."""
+    """docker compose with a project name of its own. files: from the repository's root; none are compose's own choice."""
 
     project: str
     env: dict[str, str]
+    files: tuple[str, ...] = ()
 
-    def run(self, *arguments: str, timeout_s: float = 600.0) -> str:
-        """Output of a compose command; a failing one raises with its error output."""
-        return self._docker("compose", "--ansi", "never", "-p", self.project, *arguments, timeout_s=timeout_s)
+    def run(self, *arguments: str, timeout_s: float = 600.0, text: str = "") -> str:
+        """Output of a compose command, which gets text as its input; a failing one raises with its error output."""
+        files = [argument for file in self.files for argument in ("-f", file)]
+        return self._docker("compose", "--ansi", "never", "-p", self.project, *files, *arguments, timeout_s=timeout_s, text=text)
+
+    def running(self) -> dict[str, tuple[str, str, int]]:
+        """Service -> container, start and first process of those that run; another value for a service says that it was started again."""
+        found = {}
+        for container in self.run("ps", "--quiet").split():
+            service, *rest = self._docker("inspect", "--format", _RUNNING, container).split()
+            found[service] = (rest[0], rest[1], int(rest[2]))
+        return found
 
     def process_id(self, service: str) -> int:
         """Process id, on the engine's machine, of a service's first process; 0 while the container does not run."""
@@ -76,12 +89,23 @@ class Compose:
                 raise AssertionError("\n".join([f"no {what} after {timeout_s:g} s", *shown]))
             time.sleep(1.0)
 
-    def _docker(self, *arguments: str, timeout_s: float = 60.0) -> str:
+    def _docker(self, *arguments: str, timeout_s: float = 60.0, text: str = "") -> str:
         argv = ["docker", *arguments]
-        done = subprocess.run(argv, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(argv, cwd=ROOT, env=self.env, input=text, capture_output=True, text=True, timeout=timeout_s)
         if done.returncode != 0:
             raise AssertionError(f"{' '.join(argv)} ended with {done.returncode}: {done.stderr[-3000:]}")
         return done.stdout
+
+
+@contextmanager
+def training_project(project: str) -> Iterator[Compose]:
+    """A project with all services started, three steps into its training."""
+    settings = {"SHOAL_REST_PORT": str(free_port()), "SHOAL_STEPS": "100000", "SHOAL_SEED": "0"}
+    with compose_project(project, settings) as compose:
+        compose.run("build", timeout_s=1200)
+        compose.run("up", "--detach", timeout_s=600)
+        compose.wait(lambda: compose.step() >= 3, "third step", 420)
+        yield compose
 
 
 @contextmanager
