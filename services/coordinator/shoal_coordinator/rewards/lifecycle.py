@@ -110,7 +110,7 @@ class RouteLifecycle:
 
     def problems(self, record: RouteRecord) -> list[str]:
         """What the gates of an armed revision still miss."""
-        return [] if record.gates is None else gate_problems(record.gates, self.comparison(record.revision.number))
+        return [] if record.gates is None else self._gate_problems(record.revision.number, record.gates)
 
     def comparison(self, number: int) -> Comparison:
         """How a revision compares with the active one. Raises: NotFoundError: there is none of that number."""
@@ -171,7 +171,7 @@ class RouteLifecycle:
                 raise InvalidRequestError("when_gates_pass is true, but gates is null; give gates to wait for")
             await self._book.arm(number, gates, who=who, why=why)
             return
-        if gates is not None and (problems := gate_problems(gates, self.comparison(number))):
+        if gates is not None and (problems := self._gate_problems(number, gates)):
             raise StateError(f"revision {number} of the reward route does not pass: {'; '.join(problems)}")
         self._require_servers(record)
         await self._book.activate(number, who=who, why=why, gates=gates)
@@ -276,6 +276,11 @@ class RouteLifecycle:
                 continue
             who, why = record.armed_by
             await self._book.activate(number, who=who, why=f"its gates have passed: {why}"[:MAX_WHY_CHARS], gates=record.gates)
+
+    def _gate_problems(self, number: int, gates: Gates) -> list[str]:
+        comparison, active = self.comparison(number), self._book.active_number
+        # One with the revision that was active before says nothing about the present one.
+        return gate_problems(gates, comparison if comparison.active == active else Comparison(number=number, active=active))
 
     def _missing(self, record: RouteRecord) -> list[str]:
         return missing_servers(record.revision.components, self.offers())
