@@ -6,12 +6,18 @@ spawn or forkserver and open their own channels.
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 from shoal.config.models import SecuritySection
 from shoal.errors import ConfigError
 from shoal.rpc.settings import channel_options
 from shoal.security.tls import read_tls_files
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}(?:%[0-9A-Za-z._-]{1,32})?\]|[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}):([0-9]{1,5})")
+"""host:port. A host with other characters, such as a scheme before it, would be taken for a name and looked up again and again."""
+_SHOWN_CHARS = 300
 
 
 def open_channel(address: str, security: SecuritySection) -> grpc.aio.Channel:
@@ -50,10 +56,10 @@ def split_address(address: str) -> tuple[str, int]:
 
     Raises: ConfigError: it is not host:port with a port in 1..65535.
     """
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ConfigError(f"address {address!r} is not host:port; give for example 127.0.0.1:7000 or [::1]:7000")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ConfigError(f"address {address[:_SHOWN_CHARS]!r} is not host:port; give for example 127.0.0.1:7000 or [::1]:7000")
+    return match[1].removeprefix("[").removesuffix("]"), int(match[2])
 
 
 def join_address(host: str, port: int) -> str:
