@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 from shoal.errors import CapacityError, InvalidRequestError, NotFoundError, StateError
 from shoal.telemetry.logs import get_logger
 from shoal_coordinator.rewards.audit_log import COORDINATOR, LOG_NAME, AuditLog, LogEntry, RouteAction, damaged
+from shoal_coordinator.rewards.component_checks import check_components, check_text
 from shoal_coordinator.rewards.gates import Gates
 from shoal_coordinator.rewards.route import RouteComponent, RouteRevision
 from shoal_coordinator.rewards.route_record import RouteLedger, RouteRecord, stage_after, stored_components, stored_gates
@@ -37,7 +37,6 @@ ResultT = TypeVar("ResultT")
 
 MAX_OPEN_REVISIONS = 64
 """Revisions that are neither rejected nor retired."""
-MAX_COMPONENTS = 32
 MAX_ADDRESSES = 64
 MAX_WHO_CHARS = 64
 MAX_WHY_CHARS = 500
@@ -183,7 +182,7 @@ class RouteBook:
 
         Raises: InvalidRequestError: label, who, why or components cannot be used. CapacityError: too many revisions are open.
         """
-        _check_text("label", label, MAX_LABEL_CHARS)
+        check_text("label", label, MAX_LABEL_CHARS)
         check_components(components)
         if len(addresses) > MAX_ADDRESSES:
             raise InvalidRequestError(f"addresses has {len(addresses)} entries; give at most {MAX_ADDRESSES}")
@@ -265,8 +264,8 @@ class RouteBook:
         check: Callable[[], None] | None = None,
     ) -> LogEntry:
         """Check, write ahead, change memory, tell listeners; number None is the one that the action implies."""
-        _check_text("who", who, MAX_WHO_CHARS)
-        _check_text("why", why, MAX_WHY_CHARS)
+        check_text("who", who, MAX_WHO_CHARS)
+        check_text("why", why, MAX_WHY_CHARS)
 
         async def change() -> LogEntry:
             await self._drain_idle()
@@ -336,38 +335,3 @@ class RouteBook:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def check_components(components: Sequence[RouteComponent]) -> None:
-    """Refuse components that cannot make a reward.
-
-    Raises: InvalidRequestError: says which, the value, and what to do.
-    """
-    if not 1 <= len(components) <= MAX_COMPONENTS:
-        raise InvalidRequestError(f"components has {len(components)} entries; give 1 to {MAX_COMPONENTS}")
-    for index, component in enumerate(components):
-        where = f"component {index + 1} ({component.scorer!r})"
-        if not component.scorer:
-            raise InvalidRequestError(f"{where} names no scorer; give one of /v1/rewards")
-        if not component.timeout_s > 0 or not math.isfinite(component.timeout_s):
-            raise InvalidRequestError(f"{where} has timeout_s {component.timeout_s}; give seconds above 0")
-        if not all(map(math.isfinite, (component.weight, *component.parts.values()))):
-            raise InvalidRequestError(f"{where} has a weight that is not finite; give numbers")
-        for earlier in components[:index]:
-            _refuse_same(where, earlier, component)
-    if not any(component.is_required for component in components):
-        raise InvalidRequestError("no component is required, so a reward could be a sum of nothing; set is_required of one")
-
-
-def _refuse_same(where: str, earlier: RouteComponent, component: RouteComponent) -> None:
-    if (earlier.scorer, earlier.version) != (component.scorer, component.version):
-        return
-    if not earlier.sources or not component.sources or set(earlier.sources) & set(component.sources):
-        raise InvalidRequestError(f"{where} scores the same rows twice; put its parts into one component, or give other sources")
-
-
-def _check_text(what: str, text: str, max_chars: int) -> None:
-    if not text.strip() or len(text) > max_chars:
-        raise InvalidRequestError(f"{what} has {len(text)} characters; give 1 to {max_chars}, not only blanks")
-    if not text.isprintable():
-        raise InvalidRequestError(f"{what} {text[:80]!r} has control characters or line breaks; leave them out")
