@@ -12,19 +12,17 @@ from collections.abc import Iterator
 from typing import Annotated, Protocol
 
 import uvicorn
-from fastapi import FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import FastAPI, Query
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.exceptions import HTTPException
-from starlette.types import ExceptionHandler
 
-from shoal.errors import CapacityError, ConfigError, DeadlineError, InvalidRequestError, NotFoundError, ShoalError, StateError
+from shoal.errors import ConfigError
+from shoal_coordinator.rest_bodies import BodyLimit
+from shoal_coordinator.rest_errors import add_error_handlers
 from shoal_coordinator.rest_models import (
     AuditModel,
     AuditsModel,
     Command,
-    ErrorDetail,
     ErrorModel,
     HealthModel,
     PushesModel,
@@ -35,12 +33,12 @@ from shoal_coordinator.rest_models import (
     StepsModel,
 )
 from shoal_coordinator.rest_rewards import RewardBackend, add_reward_routes
-from shoal_coordinator.rewards.route_record import UnknownRevisionError
 
 MAX_STEPS_PER_PAGE = 10_000
 MAX_PUSHES_PER_PAGE = 1_000
 MAX_AUDITS_PER_PAGE = 100
 MAX_VERIFY_S = 3600.0
+MAX_BODY_BYTES = 1 << 20
 _CONFLICT: dict[int | str, dict[str, object]] = {409: {"model": ErrorModel, "description": "not possible in this state"}}
 
 
@@ -86,7 +84,8 @@ def create_app(backend: Backend, rewards: RewardBackend) -> FastAPI:
     _add_audits(app, backend)
     add_reward_routes(app, rewards)
     _add_process_routes(app)
-    _add_error_handlers(app)
+    add_error_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     return app
 
 
@@ -157,48 +156,6 @@ def _add_process_routes(app: FastAPI) -> None:
     @app.get("/metrics", summary="Prometheus metrics", tags=["process"], response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        fix = "see /docs for the paths and methods of this API"
-        return _error(error.status_code, str(error.detail), f"{request.method} {request.url.path}", fix)
-
-    async def on_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return _error(422, f"{where}: {first['msg']}", repr(first.get("input")), f"correct {where}; /docs has its range")
-
-    async def on_state(request: Request, error: ShoalError) -> JSONResponse:
-        where = "/v1/rewards" if request.url.path.startswith("/v1/rewards") else "/v1/status"
-        return _error(409, str(error), request.url.path, f"look at {where} and try again when the state allows it")
-
-    async def on_unknown(request: Request, error: ShoalError) -> JSONResponse:
-        return _error(404, str(error), request.url.path, "give the number of a revision that /v1/rewards lists")
-
-    async def on_invalid(request: Request, error: ShoalError) -> JSONResponse:
-        return _error(422, str(error), request.url.path, "correct the body; /docs has its fields")
-
-    async def on_late(request: Request, error: DeadlineError) -> JSONResponse:
-        return _error(504, str(error), request.url.path, "give a longer timeout_s, or try again when the run is between pushes")
-
-    handlers: list[tuple[type[Exception], ExceptionHandler]] = [
-        (HTTPException, on_http),  # type: ignore[list-item]
-        (RequestValidationError, on_validation),  # type: ignore[list-item]
-        (StateError, on_state),  # type: ignore[list-item]
-        (NotFoundError, on_state),  # type: ignore[list-item]
-        (UnknownRevisionError, on_unknown),  # type: ignore[list-item]
-        (CapacityError, on_state),  # type: ignore[list-item]
-        (InvalidRequestError, on_invalid),  # type: ignore[list-item]
-        (DeadlineError, on_late),  # type: ignore[list-item]
-    ]
-    for kind, handler in handlers:
-        app.add_exception_handler(kind, handler)
-
-
-def _error(status: int, what: str, value: str, fix: str) -> JSONResponse:
-    body = ErrorModel(error=ErrorDetail(what=what, value=value, fix=fix))
-    return JSONResponse(body.model_dump(), status_code=status)
 
 
 class _Server(uvicorn.Server):

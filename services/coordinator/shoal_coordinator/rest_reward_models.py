@@ -50,7 +50,7 @@ class ComponentBody(_Body):
     """Factor of what the scorer gives."""
     parts: Annotated[dict[str, float], Field(max_length=64)] = Field(default_factory=dict)
     """Part of a scorer that gives several -> factor; empty takes the scorer's own total."""
-    timeout_s: float | None = Field(default=None, gt=0, le=86_400)
+    timeout_s: float | None = Field(default=None, ge=0.001, le=86_400)
     """Deadline of scoring one group, in seconds; null is reward.timeout_s of the run."""
     is_required: bool = True
     """Without its score a sample is not scored; an optional one is left out for the whole group if a sibling lacks it."""

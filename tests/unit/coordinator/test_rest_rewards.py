@@ -277,12 +277,29 @@ async def test_rewards_answer_409_to_what_the_stage_forbids(api: Api, path: str,
         ),
         ("/routes", {"label": "l", "components": [{"scorer": "math", "is_required": False}]}, "would have no reward"),
         ("/routes", {"label": "l", "components": [{"scorer": "math", "sources": ["a"]}]}, "would have no reward"),
+        ("/routes", {"label": "l", "components": [{"scorer": "math", "timeout_s": -1}]}, "body.components.0.timeout_s"),
+        ("/routes", {"label": "l", "components": [{"scorer": "math", "timeout_s": 1e12}]}, "body.components.0.timeout_s"),
+        ("/routes", {"label": "l", "components": [{"scorer": "math", "weight": 1e308}]}, "weight is 1e+308: float32 cannot hold it"),
+        ("/routes", {"label": "l", "components": [{"scorer": "math", "weight": "much"}]}, "body.components.0.weight"),
+        ("/routes", {"label": "l", "components": [{"scorer": "ma\nth"}]}, "component 1 ('ma\\nth') is no name of a scorer"),
+        ("/routes", {"label": "l", "components": [{"scorer": f"s{number}"} for number in range(10_000)]}, "at most 32 items"),
         ("/routes", {"label": "l", "components": [{"scorer": "math"}], "addresses": ["here"]}, "address 'here' is not host:port"),
+        ("/routes", {"label": "l", "components": [{"scorer": "math"}], "addresses": [":0"]}, "address ':0' is not host:port"),
+        (
+            "/routes",
+            {"label": "l", "components": [{"scorer": "math"}], "addresses": ["http://x:5"]},
+            "address 'http://x:5' is not host:port",
+        ),
+        ("/routes", {"label": "l", "components": [{"scorer": "math"}], "addresses": ["a\n:5"]}, "address 'a\\n:5' is not host:port"),
+        ("/routes", {"label": "l\u202e", "components": [{"scorer": "math"}]}, "control characters"),
         ("/routes", {"label": "l", "components": [{"scorer": "math"}], "who": "a\nb"}, "who 'a\\nb' has control characters"),
         ("/routes", {"label": "l", "components": [{"scorer": "math"}], "why": "x" * 501}, "body.why"),
         ("/routes/1/shadow", {"share": 2}, "body.share"),
         ("/routes/1/shadow", {}, "body.share: Field required"),
+        ("/routes/1/shadow", {"share": float("nan")}, "body.share"),
+        ("/routes/1/shadow", {"share": -0.5}, "body.share"),
         ("/routes/0/shadow", {"share": 0.5}, "path.number"),
+        ("/routes/-1/retire", {}, "path.number"),
         ("/routes/x/retire", {}, "path.number"),
         ("/routes/1/activate", {"when_gates_pass": True}, "when_gates_pass is true, but gates is null"),
         ("/routes/1/activate", {"gates": {"max_error_share": 1.5}}, "body.gates.max_error_share"),
@@ -294,6 +311,33 @@ async def test_rewards_answer_409_to_what_the_stage_forbids(api: Api, path: str,
 async def test_rewards_answer_422_to_a_body_that_cannot_be_used(api: Api, path: str, body: dict[str, object], what: str) -> None:
     before = api.routes.book.entries(100)
     assert what in (await api.refused(path, 422, **body))["what"]
+    assert api.routes.book.entries(100) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "what"),
+    [
+        (b"", 422, "body: Field required"),
+        (b"[1, 2]", 422, "body: Input should be a valid dictionary"),
+        (b'"text"', 422, "body: Input should be a valid dictionary"),
+        (b'{"who": "ada", "wh', 422, "the body is not JSON: Unterminated string"),
+        (b'{"who": "\xff"}', 400, "parsing the body"),
+        (b"[" * 100_000, 400, "parsing the body"),
+        (b'{"who": ' + b"[" * 900 + b"]" * 900 + b', "why": "b"}', 422, "body.who"),
+        (b'{"who": "ada", "why": "b", "more": "' + b"x" * 900_000 + b'"}', 422, "body.more: Extra inputs"),
+        (b'{"who": "ada", "why": "' + b"x" * 20_000_000 + b'"}', 413, "more than 1048576 bytes"),
+    ],
+    ids=["empty", "list", "text", "truncated", "not utf-8", "deep", "deep value", "large", "20 MB"],
+)
+async def test_rewards_refuse_a_body_that_is_none_in_a_few_words(api: Api, content: bytes, status: int, what: str) -> None:
+    before = api.routes.book.entries(100)
+    answer = await api.client.post("/v1/rewards/rollback", content=content)
+    assert answer.status_code == status, answer.text[:500]
+    error = answer.json()["error"]
+    assert what in error["what"]
+    assert set(error) == {"what", "value", "fix"}
+    assert all(error.values())
+    assert len(answer.content) < 2000
     assert api.routes.book.entries(100) == before
 
 
