@@ -83,10 +83,8 @@ def _check_records(load: SwapLoad, components: Mapping[int, Sequence[RouteCompon
 
 
 def _take_revisions_of_records(load: SwapLoad) -> None:
-    """Where the run paused, a group may have got the revision that was active when it was resumed."""
-    for record in load.records:
-        issued = load.issued[record.group_id]
-        assert record.route_revision in (issued.revision, *load.resumed_with)
+    """After a pause a group takes the revision that is active when it is scored; which that was, only its pin says."""
+    assert {record.route_revision for record in load.records} <= set(load.pinned)
     for record in load.records:
         load.issued[record.group_id].revision = record.route_revision
 
@@ -194,6 +192,6 @@ def counts(load: SwapLoad) -> dict[str, int]:
         "shadow_calls": sum(number for key, number in load.asked.items() if not key[0]),
         "failed_calls": len(load.journal.failed),
         "refused": load.num_refused,
-        "pauses": len(load.resumed_with),
+        "pauses": load.num_pauses,
         "evaluations": len(load.evaluations),
     }

@@ -14,8 +14,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,8 @@ class SwapLoad:
         self.problems: list[str] = []
         self.done: Counter[str] = Counter()
         self.num_refused = 0
-        self.resumed_with: list[int] = []
+        self.num_pauses = 0
+        self.pinned: list[int] = []
         self._position = 0
         self._num_added = 0
         self._stack = AsyncExitStack()
@@ -127,7 +128,7 @@ class SwapLoad:
 
     async def run(self, num_swaps: int) -> None:
         """Let groups flow until the active revision has changed so often, and everything that was added has been checked."""
-        async with asyncio.timeout(UNTIL_S):
+        async with self._in_time():
             await self.add_ready(FIRST_REVISIONS)
             for number in self._numbers(RouteStage.READY)[-2:]:
                 await self.path.lifecycle.shadow(number, 1.0, who=WHO, why=WHY)
@@ -154,15 +155,13 @@ class SwapLoad:
     async def flow_until(self, condition: Callable[[], bool]) -> None:
         """Let groups flow until something has happened."""
         self._is_over = False
-        async with asyncio.timeout(UNTIL_S), asyncio.TaskGroup() as group:
+        async with self._in_time(), asyncio.TaskGroup() as group:
             flowing = group.create_task(self._flow())
             await self._until(condition)
             self._is_over = True
             await flowing
 
     _is_over = False
-
-    # What flows.
 
     async def _flow(self) -> None:
         plan = CollectionPlan(
@@ -216,6 +215,7 @@ class SwapLoad:
     def pin(self) -> RoutePin:
         """Pin the active revision, which the disk must know to be active; the last line may not have taken effect yet."""
         pin = self.book.pin()
+        self.pinned.append(pin.revision.number)
         if pin.revision.number not in self.durable.active[-2:]:
             self.problems.append(f"revision {pin.revision.number} was pinned, but the disk says {self.durable.active[-2:]}")
         return pin
@@ -238,7 +238,7 @@ class SwapLoad:
             await self._tried(self.path.lifecycle.rollback(who=WHO, why=WHY))
         if self._key_of(self.book.active_number) in self.faults.broken:
             self.faults.broken = frozenset()
-        self.resumed_with.append(self.book.active_number)
+        self.num_pauses += 1
 
     def _key_of(self, number: int) -> ScorerKey:
         component = self.book.revision(number).components[0]
@@ -251,8 +251,6 @@ class SwapLoad:
             left = [name for name, issued in self.issued.items() if issued.revision == entry.revision and not issued.is_done]
             if left:
                 self.problems.append(f"revision {entry.revision} was drained while it had {left}")
-
-    # Who swaps.
 
     async def _swap(self, num_swaps: int) -> None:
         lifecycle = self.path.lifecycle
@@ -275,7 +273,7 @@ class SwapLoad:
         is_swapped = self.done[RouteAction.ACTIVATE] + self.done[RouteAction.ROLLBACK] > num_swaps
         is_shadowed = any(not is_live for is_live, *_ in self.asked)
         has_failed = bool(self.journal.failed) or not self.mode.failing_share
-        has_paused = bool(self.resumed_with) or not self.mode.breaks
+        has_paused = bool(self.num_pauses) or not self.mode.breaks
         has_evaluated = bool(self.evaluations) or not self.mode.evaluates
         has_varied = len({record.route_revision for record in self.records}) >= 3 and self.done[RouteAction.DRAIN] >= 10
         return is_swapped and is_shadowed and has_failed and has_paused and has_evaluated and has_varied
@@ -332,11 +330,21 @@ class SwapLoad:
         over = (RouteStage.RETIRED, RouteStage.REJECTED)
         return sum(record.stage not in over for record in self.book.records())
 
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Say where everything was if it takes too long."""
+        try:
+            async with asyncio.timeout(UNTIL_S):
+                yield
+        except TimeoutError:
+            stages = [(record.revision.number, str(record.stage)) for record in self.book.records()]
+            raise AssertionError(f"not done in time: {stages}, {self.done}, {len(self.step_s)} steps, {self.num_refused} refused") from None
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
+            rejected = [record.problem for record in self.book.in_stage(RouteStage.REJECTED)]
+            assert not rejected, rejected
             await self.book.wait_for_change(0.05)
-
-    # Parts.
 
     def _build(self) -> None:
         config, waits, self.clock = self.config, WaitBoard(), StageClock()
