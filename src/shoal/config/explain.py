@@ -26,6 +26,12 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
     return list(lines)
 
 
+def shortened(lines: Sequence[str], limit: int = 5) -> str:
+    """What is wrong, in one line."""
+    more = len(lines) - limit
+    return "; ".join([*lines[:limit], *([f"and {more} more"] if more > 0 else [])])
+
+
 def _explained(location: tuple[str, ...], detail: Mapping[str, Any], root: type[BaseModel]) -> str:
     dotted = ".".join(location)
     if not location:
@@ -65,12 +71,21 @@ def _hint(detail: Mapping[str, Any]) -> str:
 def _unknown_key(location: tuple[str, ...], root: type[BaseModel]) -> str:
     valid = list(_all_keys(root))
     dotted = ".".join(location)
-    parent = ".".join(location[:-1])
+    parent = ".".join(_fields_on_the_way(location[:-1], root))
     siblings = [key for key in valid if key.rpartition(".")[0] == parent]
     nearest = _nearest(location[-1], siblings, valid)
     if nearest:
         return f"{dotted} is not a known key; did you mean {nearest}?"
     return f"{dotted} is not a known key; valid here: {', '.join(sorted(key.rpartition('.')[2] for key in siblings))}"
+
+
+def _fields_on_the_way(location: tuple[str, ...], root: type[BaseModel]) -> Iterator[str]:
+    """The parts of a place that are fields; the others are keys and indices within these."""
+    model: type[BaseModel] | None = root
+    for part in location:
+        if model is not None and part in model.model_fields:
+            yield part
+            model = _section_in(model.model_fields[part].annotation)
 
 
 def _nearest(name: str, siblings: Sequence[str], valid: Sequence[str]) -> str:

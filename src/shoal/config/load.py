@@ -20,9 +20,8 @@ from shoal.config.effects import settings_without_effect
 from shoal.config.explain import explain, kind_of, required_keys
 from shoal.config.masking import mask_url
 from shoal.config.models import RunConfig
+from shoal.config.yaml_files import StrictLoader, read_mapping, yaml_problem
 from shoal.errors import ConfigError
-
-MAX_FILE_BYTES = 1 << 20
 
 _Tree: TypeAlias = dict[str, Any]
 
@@ -57,7 +56,8 @@ def load_preset(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _read_tree(path: str | os.PathLike[str], overrides: Sequence[str]) -> _Tree:
-    tree = _read_yaml(Path(path))
+    holds = f"a mapping of sections such as 'run:' and 'model:', at least {', '.join(required_keys(RunConfig))}"
+    tree = read_mapping(Path(path), what="configuration", holds=holds)
     for override in overrides:
         _apply_override(tree, override)
     return tree
@@ -120,69 +120,15 @@ def dump_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
         raise
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key given twice in one mapping; YAML would keep the last without a word."""
-
-
-def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[object, object]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        key = str(key_node.value)
-        if key in seen and key != "<<":
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return dict(loader.construct_mapping(node, deep=True))
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
-
-
-def _read_yaml(path: Path) -> _Tree:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}, is this the right file?"
-            )
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"configuration {path} does not exist; check the path") from None
-    except OSError as error:
-        raise ConfigError(f"configuration {path} cannot be read ({error.strerror}); check that it is a file and its permissions") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration {path} is not UTF-8 text (byte {error.start}); save it as UTF-8 YAML") from error
-    return _parse_tree(text, path)
-
-
-def _parse_tree(text: str, path: Path) -> _Tree:
-    try:
-        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path} is not YAML: {_yaml_problem(error)}") from None
-    if tree is None:
-        raise ConfigError(f"configuration {path} is empty; it needs at least the sections {', '.join(required_keys(RunConfig))}")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {path} holds a {kind_of(tree)}; it must be a mapping of sections such as 'run:' and 'model:'")
-    return tree
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None)
-    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    # The full text of the error would quote the line, secrets included.
-    return f"{where}{problem if problem is not None else type(error).__name__}"
-
-
 def _apply_override(tree: _Tree, override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {mask_url(override)!r} is not section.field=value; write for example --set run.steps=10")
     try:
-        value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, Loader=StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {dotted}: the value is not YAML ({_yaml_problem(error)}); quote it") from None
+        raise ConfigError(f"--set {dotted}: the value is not YAML ({yaml_problem(error)}); quote it") from None
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})

@@ -7,22 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from shoal.config.base import Section
-from shoal.config.explain import explain
+from shoal.config.explain import explain, shortened
 from shoal.config.models import RewardSection
+from shoal.config.yaml_files import read_mapping
 from shoal.errors import ConfigError
-
-MAX_FILE_BYTES = 1 << 20
 
 
 class ScorerDefinition(Section):
     """A scorer of a known kind with settings of its own; the kinds and their settings are those of `shoal_reward.kinds`."""
 
     kind: str
-    """What it is: math, exact, regex, choice, json_schema, format, length, code, reasoning_gym, model, vllm, judge ..."""
+    """What it is: math, exact, regex, choice, json_schema, format, length, code, reasoning_gym, model, model_server or judge."""
     version: str = "1"
     """Raise it with every change that can alter a score."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -49,18 +47,10 @@ class RewardServiceSettings(Section):
 def load_reward_service(path: str | os.PathLike[str]) -> RewardServiceSettings:
     """Read a reward service's file.
 
-    Raises: ConfigError: it cannot be read or used; all problems are listed, one a line.
+    Raises: ConfigError: it cannot be read or used; says which settings.
     """
-    file = Path(path)
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file} has {file.stat().st_size} bytes, a reward service's file at most {MAX_FILE_BYTES}")
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read as YAML ({error}); give the reward service's file") from error
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{file} holds {type(tree).__name__}, not sections such as modules: and scorers:")
-    return build_reward_service(tree, source=str(file))
+    tree = read_mapping(Path(path), what="reward service's file", holds="a mapping with sections such as modules: and scorers:")
+    return build_reward_service(tree, source=str(path))
 
 
 def reward_service_of(config: RewardSection) -> RewardServiceSettings:
@@ -76,9 +66,9 @@ def reward_service_of(config: RewardSection) -> RewardServiceSettings:
 def build_reward_service(tree: Mapping[str, object], *, source: str) -> RewardServiceSettings:
     """Validate settings; source is what messages name.
 
-    Raises: ConfigError: all problems, one a line.
+    Raises: ConfigError: says which settings.
     """
     try:
         return RewardServiceSettings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join([f"{source} cannot be used:", *explain(error, RewardServiceSettings)])) from None
+        raise ConfigError(f"{source} cannot be used: {shortened(explain(error, RewardServiceSettings))}") from None

@@ -207,7 +207,7 @@ def test_add_reads_a_file(tmp_path: Path) -> None:
         (("math*nan",), "weight 'nan' of component 'math*nan' is not a number"),
         (("math", "--optional", "maht"), "--optional names 'maht', which is no component; did you mean math?; there is: math"),
         (("math", "--source", "gsm8k"), "--source 'gsm8k' is not SOURCE=SCORER"),
-        (("--file", "missing.yaml"), "missing.yaml cannot be read as YAML"),
+        (("--file", "missing.yaml"), "route missing.yaml does not exist"),
         (("--file", "missing.yaml", "--timeout-s", "3"), "write them into the file"),
     ],
 )
@@ -221,16 +221,24 @@ def test_add_says_what_cannot_be_used_before_it_asks_anybody(arguments: tuple[st
     ("content", "words"),
     [
         ("components: []\n", "lists no components"),
-        ("- math\n", "holds list, not a mapping"),
+        ("- math\n", "holds a list; it must be a mapping"),
         ("components: [{scorer: math, wieght: 2}]\n", "components.0.wieght is not a known key; did you mean components.weight?"),
         ("components: [{scorer: math, timeout_s: 0}]\n", "components.0.timeout_s is 0"),
-        ("a: [\n", "cannot be read as YAML"),
+        ("components: [{scorer: math, zz: red}]\n", "components.0.zz is not a known key; valid here: is_required, parts, scorer, sources,"),
+        ("a: [\n", "route.yaml is not YAML: line 2, column 1"),
+        ("[" * 5000, "is nested too deeply"),
+        ("label: a\nlabel: b\n", "key 'label' is given twice"),
+        ("!!python/object/apply:os.system [x]\n", "is not YAML"),
+        ("", "is empty; it needs a mapping with label: and components:"),
+        (f"components: [{', '.join(['{scorer: 1}'] * 9)}]\n", "; and 4 more"),
     ],
 )
 def test_add_says_what_is_wrong_with_a_file(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "route.yaml"
     file.write_text(content)
-    assert words in str(failed({}, "add", "--file", str(file)))
+    text = str(failed({}, "add", "--file", str(file)))
+    assert words in text
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize(("share", "words"), [("0.25", "scores 25% of the groups"), ("0", "scores live groups no more; it is shadow")])

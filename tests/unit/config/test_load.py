@@ -156,7 +156,7 @@ def test_load_override_that_cannot_be_applied_is_refused(base: Path, override: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty; it needs at least the sections run, model, data"),
+        ("", "is empty; it needs a mapping of sections such as 'run:' and 'model:', at least run, model, data"),
         ("# only a comment\n", "is empty"),
         ("- a\n- b\n", "holds a list; it must be a mapping"),
         ("just text", "holds a text; it must be a mapping"),

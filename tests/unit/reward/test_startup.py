@@ -58,7 +58,7 @@ def test_startup_takes_mtls_or_explicit_plaintext_beyond_this_machine() -> None:
     ("arguments", "message"),
     [
         ([], "nothing to serve: give --config RUN.yaml, --serve FILE.yaml, or --module"),
-        (["--serve", "missing.yaml"], "missing.yaml cannot be read as YAML"),
+        (["--serve", "missing.yaml"], "missing.yaml does not exist"),
         (["--serve", "missing.yaml", "--config", "run.yaml"], "instead of --serve and --module"),
         (["--module", "m", "--set", "reward.scorer=x"], "--set changes a run's configuration"),
         (["--module", "m", "--host", "10.0.0.1"], "10.0.0.1 is beyond this machine"),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from shoal.config.base import Section
-from shoal.config.explain import explain
+from shoal.config.explain import explain, shortened
+from shoal.config.yaml_files import read_mapping
 from shoal.errors import ConfigError
 
-MAX_FILE_BYTES = 1 << 20
 MAX_LABEL_CHARS = 64
 
 _COMPONENT = re.compile(r"(?P<scorer>[^@*\s]+)(?:@(?P<version>[^@*\s]+))?(?:\*(?P<weight>[^@*\s]+))?")
@@ -151,18 +150,11 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 def _from_file(path: Path, options: RouteOptions) -> dict[str, Any]:
     if options.optional or options.sources or options.timeout_s is not None:
         raise ConfigError("--optional, --source and --timeout-s belong to components that are typed; write them into the file")
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes, a route's file at most {MAX_FILE_BYTES}")
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML ({error}); give a file with label: and components:") from error
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping with label: and components:")
+    tree = read_mapping(path, what="route", holds="a mapping with label: and components:")
     try:
         route = RouteFile.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join([f"{path} cannot be used:", *explain(error, RouteFile)])) from None
+        raise ConfigError(f"{path} cannot be used: {shortened(explain(error, RouteFile))}") from None
     if not route.components:
         raise ConfigError(f"{path} lists no components; write at least one, such as components: [{{scorer: math}}]")
     body = route.model_dump(mode="json", exclude_none=True)
