@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from typing import Any
 
@@ -67,8 +68,9 @@ class CoordinatorApi:
         return self._send("POST", path, body=body)
 
     def _send(self, method: str, path: str, timeout_s: float = _TIMEOUT_S, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        content = _written(body)
         try:
-            answer = self._client.request(method, path, timeout=timeout_s, json=body)
+            answer = self._client.request(method, path, timeout=timeout_s, content=content, headers={"content-type": "application/json"})
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise UnavailableError(f"no answer from the coordinator at {self.base_url}: {error}; is the run up?") from error
         if answer.status_code in _ERRORS:
@@ -80,6 +82,13 @@ class CoordinatorApi:
         if answer.status_code >= 400:
             raise NotFoundError(f"{method} {self.base_url}{path} answered {answer.status_code}: {_error_text(answer, with_fix=True)}")
         return _body(answer, f"{self.base_url}{path}")
+
+
+def _written(body: dict[str, Any] | None) -> bytes | None:
+    try:
+        return None if body is None else json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise InvalidRequestError(f"the request cannot be written ({error}); give finite numbers and whole characters") from None
 
 
 def _certificates(base: str) -> ssl.SSLContext:

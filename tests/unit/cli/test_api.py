@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from shoal.cli.api import CoordinatorApi
-from shoal.errors import ConfigError, UnavailableError
+from shoal.errors import ConfigError, InvalidRequestError, UnavailableError
 
 
 class _Page(BaseHTTPRequestHandler):
@@ -48,3 +48,9 @@ def test_api_says_that_nothing_answers() -> None:
 def test_api_tells_another_server_from_a_coordinator(web_page: str) -> None:
     with CoordinatorApi(web_page) as api, pytest.raises(UnavailableError, match="answered, but not as a coordinator"):
         api.status()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), "half of a character \udcff"])
+def test_api_does_not_send_what_json_cannot_carry(value: object) -> None:
+    with CoordinatorApi("127.0.0.1:1") as api, pytest.raises(InvalidRequestError, match="the request cannot be written"):
+        api.post("/v1/rewards/routes", {"value": value})
