@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -34,6 +34,7 @@ from shoal_coordinator.rewards.route_stages import RouteStage
 log = get_logger(__name__)
 
 ResultT = TypeVar("ResultT")
+Check: TypeAlias = Callable[[], None]
 
 MAX_OPEN_REVISIONS = 64
 """Revisions that are neither rejected nor retired."""
@@ -220,19 +221,31 @@ class RouteBook:
         """Have it activated once its comparison passes gates. Raises: StateError: it does not shadow."""
         await self._write(number, RouteAction.ARM, who, why, {"gates": stored_gates(gates)})
 
-    async def activate(self, number: int, *, who: str, why: str, gates: Gates | None = None) -> None:
+    async def activate(self, number: int, *, who: str, why: str, gates: Gates | None = None, check: Check | None = None) -> None:
         """Score new groups by a revision from now on; the one that is active so far drains.
 
         Args:
-            gates: what was found to be passed; written down.
+            gates: what is found to be passed; written down.
+            check: refuses by raising, when no other change can come in between.
         Raises: StateError: not from its stage.
         """
         detail = {} if gates is None else {"gates": stored_gates(gates)}
-        await self._write(number, RouteAction.ACTIVATE, who, why, detail)
+        await self._write(number, RouteAction.ACTIVATE, who, why, detail, check)
 
-    async def rollback(self, *, who: str, why: str) -> RouteRevision:
-        """Make the revision active again that was active before the present one. Raises: StateError: there is none, or it is retired."""
-        entry = await self._write(None, RouteAction.ROLLBACK, who, why, check=self._refuse_no_rollback)
+    async def rollback(self, *, who: str, why: str, check: Check | None = None) -> RouteRevision:
+        """Make the revision active again that was active before the present one.
+
+        Args:
+            check: as for `activate`.
+        Raises: StateError: there is none, or it is retired.
+        """
+
+        def refuse() -> None:
+            self._refuse_no_rollback()
+            if check is not None:
+                check()
+
+        entry = await self._write(None, RouteAction.ROLLBACK, who, why, check=refuse)
         return self.revision(entry.revision)
 
     async def retire(self, number: int, *, who: str, why: str) -> None:
@@ -261,7 +274,7 @@ class RouteBook:
         who: str,
         why: str,
         detail: Mapping[str, object] | None = None,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
     ) -> LogEntry:
         """Check, write ahead, change memory, tell listeners; number None is the one that the action implies."""
         check_text("who", who, MAX_WHO_CHARS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from shoal.config.models import RunConfig
@@ -165,22 +166,17 @@ class RouteLifecycle:
 
         Raises: StateError: not from its stage, its servers are not there, or it does not pass; names each gate. NotFoundError.
         """
-        record = self._book.record(number)
+        self._book.record(number)
         if when_gates_pass:
             if gates is None:
                 raise InvalidRequestError("when_gates_pass is true, but gates is null; give gates to wait for")
             await self._book.arm(number, gates, who=who, why=why)
             return
-        if gates is not None and (problems := self._gate_problems(number, gates)):
-            raise StateError(f"revision {number} of the reward route does not pass: {'; '.join(problems)}")
-        self._require_servers(record)
-        await self._book.activate(number, who=who, why=why, gates=gates)
+        await self._book.activate(number, who=who, why=why, gates=gates, check=partial(self._require_fit, number, gates))
 
     async def rollback(self, *, who: str, why: str) -> RouteRevision:
         """Go back to what was active before. Raises: StateError: there is nothing, or its servers are not there."""
-        if self._book.previous_number:
-            self._require_servers(self._book.record(self._book.previous_number))
-        return await self._book.rollback(who=who, why=why)
+        return await self._book.rollback(who=who, why=why, check=lambda: self._require_servers(self._book.previous_number))
 
     async def retire(self, number: int, *, who: str, why: str) -> None:
         """Use a revision no more. Raises: StateError: not from its stage. NotFoundError."""
@@ -275,7 +271,8 @@ class RouteLifecycle:
             if record.gates is None or record.armed_by is None or self.problems(record) or self._missing(record):
                 continue
             who, why = record.armed_by
-            await self._book.activate(number, who=who, why=f"its gates have passed: {why}"[:MAX_WHY_CHARS], gates=record.gates)
+            why = f"its gates have passed: {why}"[:MAX_WHY_CHARS]
+            await self._book.activate(number, who=who, why=why, gates=record.gates, check=partial(self._require_fit, number, record.gates))
 
     def _gate_problems(self, number: int, gates: Gates) -> list[str]:
         comparison, active = self.comparison(number), self._book.active_number
@@ -285,10 +282,16 @@ class RouteLifecycle:
     def _missing(self, record: RouteRecord) -> list[str]:
         return missing_servers(record.revision.components, self.offers())
 
-    def _require_servers(self, record: RouteRecord) -> None:
+    def _require_fit(self, number: int, gates: Gates | None) -> None:
+        if gates is not None and (problems := self._gate_problems(number, gates)):
+            raise StateError(f"revision {number} of the reward route does not pass: {'; '.join(problems)}")
+        self._require_servers(number)
+
+    def _require_servers(self, number: int) -> None:
+        record = self._book.record(number)
         if record.stage in _HAS_SERVERS and (missing := self._missing(record)):
             raise StateError(
-                f"revision {record.revision.number} of the reward route cannot score: no server offers {', '.join(missing)} (there is: "
+                f"revision {number} of the reward route cannot score: no server offers {', '.join(missing)} (there is: "
                 f"{what_there_is(self.offers())}); start one and try again"
             )
 
@@ -297,9 +300,9 @@ class RouteLifecycle:
             raise StateError("the run has not begun, so no reward is active yet: wait until it trains")
 
     def _refuse_gaps(self, components: Sequence[RouteComponent]) -> None:
-        for source in self._sources or ("",):
-            if not any(component.is_required and component.applies_to(source) for component in components):
-                rows = f"rows of source {source!r}" if source else "rows of sources that no component names"
+        for source in self._sources or (None,):
+            if not any(component.is_required and _scores(component, source) for component in components):
+                rows = "rows of sources that no component names" if source is None else f"rows of source {source!r}"
                 raise InvalidRequestError(f"{rows} would have no reward: give a required component for them (sources [] is all)")
 
     def _refuse_missing_parts(self, components: Sequence[RouteComponent]) -> None:
@@ -323,10 +326,9 @@ class RouteLifecycle:
             )
 
     def _log_other_code(self) -> None:
-        for offer in self.servers_with_other_code():
-            known = (offer.member.info.service_id, offer.key, offer.scorer.fingerprint)
+        found = {(offer.member.info.service_id, offer.key, offer.scorer.fingerprint): offer for offer in self.servers_with_other_code()}
+        for known, offer in found.items():
             if known not in self._known_other_code:
-                self._known_other_code.add(known)
                 log.warning(
                     "other_code_under_the_same_version",
                     service_id=offer.member.info.service_id,
@@ -334,6 +336,8 @@ class RouteLifecycle:
                     version=offer.scorer.version,
                     fingerprint=offer.scorer.fingerprint,
                 )
+        # Servers come and go under new ids: only those that are there are remembered.
+        self._known_other_code = set(found)
 
     def _on_entry(self, entry: LogEntry) -> None:
         _REVISION.set(entry.active)
@@ -342,6 +346,11 @@ class RouteLifecycle:
 
 
 _HAS_SERVERS = frozenset({RouteStage.READY, RouteStage.SHADOW, RouteStage.DRAINING, RouteStage.DRAINED})
+
+
+def _scores(component: RouteComponent, source: str | None) -> bool:
+    """Whether a component scores the rows of a source; None stands for any source that nobody has named."""
+    return not component.sources if source is None else component.applies_to(source)
 
 
 def _setting(components: Sequence[RouteComponent], error: NoOfferError) -> str:

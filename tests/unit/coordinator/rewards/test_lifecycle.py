@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal_coordinator.rewards.audit_log import LogEntry
 from shoal_coordinator.rewards.gates import Gates
 from shoal_coordinator.rewards.route import RouteComponent
 from shoal_coordinator.rewards.route_stages import RouteStage
@@ -237,6 +239,7 @@ async def test_retiring_ends_the_checks_of_a_revision(tmp_path: Path) -> None:
     ("sources", "components", "message"),
     [
         ({}, [RouteComponent(scorer="math", sources=("a",))], "rows of sources that no component names would have no reward"),
+        ({}, [RouteComponent(scorer="math", sources=("",))], "rows of sources that no component names would have no reward"),
         ({}, [RouteComponent(scorer="x", is_required=False)], "would have no reward"),
         ({"a": "math", "b": "math"}, [RouteComponent(scorer="math", sources=("a",))], "rows of source 'b' would have no reward"),
         ({"a": "math"}, [RouteComponent(scorer="math", sources=("a", "c"))], "names source 'c', which no row has; reward.sources has a"),
@@ -255,7 +258,7 @@ async def test_a_revision_must_name_the_parts_that_an_estimator_reads(tmp_path: 
     weights = {"correct": 1.0, "form": 0.5}
     async with LifecycleHarness(tmp_path, algorithm={"estimator": "gdpo", "kl_in": "none"}, weights=weights) as routes:
         await routes.begin()
-        with pytest.raises(InvalidRequestError, match="gdpo needs the parts of reward.weights, and the route does not name 'form'"):
+        with pytest.raises(InvalidRequestError, match=r"gdpo needs the parts of reward.weights, and the route does not name 'form'"):
             await routes.add(RouteComponent(scorer="math", parts={"correct": 1.0}))
         await routes.add(RouteComponent(scorer="math", parts={"correct": 1.0}), RouteComponent(scorer="form"))
 
@@ -328,6 +331,35 @@ async def test_activation_by_gates_names_each_that_fails(tmp_path: Path) -> None
         assert activated[-1].detail == {
             "gates": {"min_samples": 50, "min_rank_correlation": None, "max_p99_ms": None, "max_error_share": 0.1}
         }
+
+
+async def test_gates_are_looked_at_when_nothing_can_come_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with the revision that was active when somebody asked is of no use once another one is."""
+    async with LifecycleHarness(tmp_path) as routes:
+        await routes.begin()
+        shadow, other = await routes.add(), await routes.add()
+        for number in (shadow, other):
+            await routes.until(number, RouteStage.READY)
+        await routes.lifecycle.shadow(shadow, 1.0, who=WHO, why=WHY)
+        routes.shadow.comparisons[shadow] = passing(shadow)
+        writing, may_write = asyncio.Event(), threading.Event()
+        loop, append = asyncio.get_running_loop(), routes.book._log.append
+
+        def slow_append(entry: LogEntry) -> None:
+            loop.call_soon_threadsafe(writing.set)
+            may_write.wait(10.0)
+            append(entry)
+
+        monkeypatch.setattr(routes.book._log, "append", slow_append)
+        first = asyncio.create_task(routes.lifecycle.activate(other, None, when_gates_pass=False, who=WHO, why=WHY))
+        await writing.wait()
+        second = asyncio.create_task(routes.lifecycle.activate(shadow, GATES, when_gates_pass=False, who=WHO, why=WHY))
+        await asyncio.sleep(0)
+        may_write.set()
+        await first
+        with pytest.raises(StateError, match="does not pass: min_samples: 0 samples"):
+            await second
+        assert routes.book.active_number == other
 
 
 async def test_armed_gates_activate_as_soon_as_they_pass(tmp_path: Path) -> None:
