@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from shoal.errors import InvalidRequestError, NotFoundError, UnavailableError
+from shoal.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
+from shoal.rpc.channel import split_address
 from shoal.types import ServiceInfo, ServiceKind
 
 EXPIRY_CHECKS_PER_LEASE = 4
+MAX_ID_CHARS = 256
 
 ReadyTest: TypeAlias = Callable[[ServiceInfo], bool]
 Missing: TypeAlias = Mapping[ServiceKind, tuple[int, int]]
@@ -186,6 +188,14 @@ class Registry:
             )
         if not info.service_id or not info.address or not info.incarnation:
             raise InvalidRequestError(f"service_id, address and incarnation must not be empty, got {info}; fill them in")
+        if len(info.service_id) > MAX_ID_CHARS or not info.service_id.isprintable():
+            raise InvalidRequestError(
+                f"service_id {info.service_id[:80]!r} is too long or has control characters; give at most {MAX_ID_CHARS} printable ones"
+            )
+        try:
+            split_address(info.address)
+        except ConfigError as error:
+            raise InvalidRequestError(f"service {info.service_id!r}: {error}") from error
 
     def _remove(self, lease: Lease, change: RegistryChange) -> None:
         del self._leases[lease.info.service_id]

@@ -128,6 +128,22 @@ def test_registry_refuses_an_empty_field(info: ServiceInfo) -> None:
         registry.register(info)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"service_id": "reward\n0"}, "has control characters"),
+        ({"service_id": "r" * 257}, "is too long"),
+        ({"address": "nowhere"}, "address 'nowhere' is not host:port"),
+        ({"address": "http://h:1"}, "address 'http://h:1' is not host:port"),
+    ],
+)
+def test_registry_refuses_what_nobody_could_show_or_reach(changes: dict[str, str], message: str) -> None:
+    registry, events = make_registry(FakeClock())
+    with pytest.raises(InvalidRequestError, match=message):
+        registry.register(dataclasses.replace(make_info(), **changes))  # type: ignore[arg-type]
+    assert (registry.services(), events) == ((), [])
+
+
 async def test_registry_wait_for_ends_when_the_last_service_comes() -> None:
     registry, _ = make_registry(FakeClock())
     registry.register(make_info("actor", ServiceKind.ACTOR))
