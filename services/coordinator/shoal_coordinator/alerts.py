@@ -40,7 +40,8 @@ class AlertBoard:
         """Show an alert until it is cleared."""
         self._current = alert
         _ALERT.set(1)
-        log.error("run_alert", what=alert.what, service=alert.service, error=alert.error)
+        # Without the error, which may quote a response: the status has it.
+        log.error("run_alert", what=alert.what, service=alert.service)
 
     def clear(self) -> None:
         """All is well."""

@@ -69,7 +69,7 @@ class RunControl:
         finally:
             self.alerts.clear()
         if self._stop:
-            raise StoppedWhilePausedError(f"the run was stopped while it waited for attention: {alert.what}: {alert.error}")
+            raise StoppedWhilePausedError(f"the run was stopped while it waited for attention: {alert.what}")
         self._machine.go(state)
 
     async def wait_for_stop(self) -> None:
