@@ -193,7 +193,7 @@ class RouteBook:
 
     async def note_checked(self, number: int, components: Sequence[RouteComponent], *, why: str = "all servers passed") -> None:
         """Its scorers were described and checked; components have versions and fingerprints now. Raises: StateError."""
-        await self._write(number, RouteAction.CHECK, COORDINATOR, why, {"components": stored_components(components)})
+        await self._write(number, RouteAction.CHECK, COORDINATOR, _cut(why, MAX_WHY_CHARS), {"components": stored_components(components)})
 
     async def note_ready(self, number: int, *, why: str = "the probe set was scored") -> None:
         """It scored the probe set. Raises: StateError."""
@@ -201,8 +201,7 @@ class RouteBook:
 
     async def reject(self, number: int, problem: str) -> None:
         """It did not pass. Raises: StateError."""
-        problem = problem if len(problem) <= MAX_PROBLEM_CHARS else problem[: MAX_PROBLEM_CHARS - 4] + " ..."
-        await self._write(number, RouteAction.REJECT, COORDINATOR, "it did not pass", {"problem": problem})
+        await self._write(number, RouteAction.REJECT, COORDINATOR, "it did not pass", {"problem": _cut(problem, MAX_PROBLEM_CHARS)})
 
     async def shadow(self, number: int, share: float, *, who: str, why: str) -> None:
         """Let it score a share of live groups beside the active one, or another share than so far.
@@ -348,3 +347,7 @@ class RouteBook:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 4] + " ..."

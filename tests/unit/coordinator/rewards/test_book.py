@@ -387,3 +387,13 @@ async def test_book_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     book.close()
     assert len(lines(tmp_path)) == num_lines + 1
     assert open_book(tmp_path).active_number == book.active_number == 1
+
+
+async def test_book_cuts_what_many_servers_have_to_say(tmp_path: Path) -> None:
+    """Else the names of forty replicas that passed would get their revision rejected."""
+    book = open_book(tmp_path)
+    number = (await book.add("l", [component()], who=WHO, why=WHY)).number
+    await book.note_checked(number, [component()], why=f"passed by {'reward-0123456789, ' * 40}")
+    entry = book.entries(1)[0]
+    assert (entry.action, len(entry.why), entry.why[-4:]) == ("check", 500, " ...")
+    assert book.stage(number) is RouteStage.CHECKED
