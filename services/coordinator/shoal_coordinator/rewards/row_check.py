@@ -143,7 +143,7 @@ class RowCheck:
             return
         try:
             await self._check(rows)
-        except Exception:
+        except Exception:  # a report about the data must not end a run
             log.exception("row_check_failed")
 
     async def _check(self, rows: RunRows) -> None:

@@ -129,7 +129,7 @@ class ShadowRunner:
         """Queue a group that the active revision has scored, for each revision in shadow whose share it belongs to."""
         try:
             self._offer(scored)
-        except Exception:
+        except Exception:  # whatever it is, the groups that are trained must not feel it
             log.exception("shadow_offer_failed", group_id=scored.group.task.group_id)
 
     async def run(self) -> None:
@@ -193,7 +193,7 @@ class ShadowRunner:
         try:
             results = await self._results(work)
             work.tally.add(compare_group(work.samples, work.active, verdicts_of(results), _first_error(results)))
-        except Exception as error:
+        except Exception as error:  # one group is lost to the comparison, not the comparison
             log.exception("shadow_group_failed", revision=work.revision.number)
             failed = Verdict(status=ScoreStatus.ERROR, value=0.0, latency_ms=None)
             work.tally.add(compare_group(work.samples, work.active, (failed,) * len(work.samples), _text_of(error)))
