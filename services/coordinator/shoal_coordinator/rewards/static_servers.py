@@ -67,9 +67,10 @@ class StaticServers:
                 await self._changed.wait()
 
     async def _watch(self, address: str) -> None:
-        client = self._connector.reward(address)
+        client: RewardCalls | None = None
         lease: Lease | None = None
         try:
+            client = await self._connected(address)
             while True:
                 lease = await self._ask(address, client) or lease
                 await asyncio.sleep(self._interval_s)
@@ -77,16 +78,24 @@ class StaticServers:
             self._problems.pop(address, None)
             if lease is not None:
                 self._registry.deregister(lease.info.service_id, lease.lease_id)
-            await client.close()
+            if client is not None:
+                await client.close()
+
+    async def _connected(self, address: str) -> RewardCalls:
+        """A client, which nobody has asked anything; a certificate that cannot be read now costs this server, not the run."""
+        while True:
+            try:
+                return self._connector.reward(address)
+            except ShoalError as error:
+                self._note_silent(address, error)
+                await asyncio.sleep(self._interval_s)
 
     async def _ask(self, address: str, client: RewardCalls) -> Lease | None:
         """One question; its lease if it answers. One that does not is left to the end of its lease."""
         try:
             scorers = await client.describe(timeout_s=min(self._interval_s, MAX_ASK_TIMEOUT_S))
         except ShoalError as error:
-            if address not in self._problems:
-                log.warning("static_server_silent", address=address, error=str(error))
-            self._problems[address] = str(error)
+            self._note_silent(address, error)
             return None
         self._problems.pop(address, None)
         if self._registers_itself(address):
@@ -100,6 +109,11 @@ class StaticServers:
                 incarnation=STATIC_PREFIX + _digest(scorers),
             )
         )
+
+    def _note_silent(self, address: str, error: ShoalError) -> None:
+        if address not in self._problems:
+            log.warning("static_server_silent", address=address, error=str(error))
+        self._problems[address] = str(error)
 
     def _registers_itself(self, address: str) -> bool:
         """One server under two names would count as two replicas."""

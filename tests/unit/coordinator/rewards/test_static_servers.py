@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from shoal_coordinator.connections import GrpcConnector
+from shoal_coordinator.connections import GrpcConnector, RewardCalls
 from shoal_coordinator.registry import Registry, RegistryChange, RegistryEvent
 from shoal_coordinator.rewards.static_servers import StaticServers, is_static
 
 from shoal.config.models import SecuritySection
+from shoal.errors import ConfigError
 from shoal.rpc.v1 import reward_pb2_grpc
 from shoal.types import ServiceInfo, ServiceKind
 from tests.helpers.third_party_reward import ThirdPartyReward
@@ -143,3 +144,34 @@ async def test_static_server_that_hangs_is_given_up_by_its_deadline(rig: Rig) ->
 def test_a_server_with_its_own_lease_is_not_static() -> None:
     info = ServiceInfo(run_id="r", service_id="s", kind=ServiceKind.REWARD, address="a:1", incarnation="1234")
     assert not is_static(info)
+
+
+class BrokenConnector(GrpcConnector):
+    """Cannot read its certificate until it is mended."""
+
+    is_mended = False
+
+    def reward(self, address: str) -> RewardCalls:
+        if not self.is_mended:
+            raise ConfigError("cert.pem cannot be read")
+        return super().reward(address)
+
+
+async def test_server_that_cannot_be_connected_to_is_tried_again_and_costs_nobody_else() -> None:
+    rig = Rig()
+    connector = BrokenConnector(SecuritySection(insecure=True))
+    rig.statics = StaticServers(rig.registry, connector)
+    running = asyncio.create_task(rig.statics.run())
+    async with rig.serving(ThirdPartyReward()) as address:
+        rig.statics.set_addresses([address])
+        await rig.until(lambda: rig.statics.problems() == {address: "cert.pem cannot be read"})
+        connector.is_mended = True
+        await rig.until(lambda: rig.registered == [address])
+        connector.is_mended = False
+        rig.statics.set_addresses(["127.0.0.1:1"])
+        await rig.until(lambda: rig.statics.problems() == {"127.0.0.1:1": "cert.pem cannot be read"})
+        rig.statics.set_addresses([])
+        await rig.until(lambda: rig.statics.problems() == {} and rig.registered == [])
+    running.cancel()
+    (result,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(result, asyncio.CancelledError)
