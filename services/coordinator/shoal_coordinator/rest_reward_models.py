@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Text = Annotated[str, Field(min_length=1, max_length=500)]
+from shoal_coordinator.rewards.book import MAX_ADDRESSES, MAX_LABEL_CHARS, MAX_WHO_CHARS, MAX_WHY_CHARS
+from shoal_coordinator.rewards.component_checks import MAX_COMPONENTS
 
 
 class _Answer(BaseModel):
@@ -33,9 +34,9 @@ class GatesModel(_Body):
 class ReasonBody(_Body):
     """Who asks, and why; both are written to the audit log."""
 
-    who: Annotated[str, Field(min_length=1, max_length=64)]
+    who: Annotated[str, Field(min_length=1, max_length=MAX_WHO_CHARS)]
     """A person or a program."""
-    why: Text
+    why: Annotated[str, Field(min_length=1, max_length=MAX_WHY_CHARS)]
     """One sentence."""
 
 
@@ -61,11 +62,11 @@ class ComponentBody(_Body):
 class AddBody(ReasonBody):
     """A new revision."""
 
-    label: Annotated[str, Field(min_length=1, max_length=64)]
+    label: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
     """A human's name for it."""
-    components: Annotated[list[ComponentBody], Field(min_length=1, max_length=32)]
+    components: Annotated[list[ComponentBody], Field(min_length=1, max_length=MAX_COMPONENTS)]
     """What its reward is the sum of."""
-    addresses: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
+    addresses: Annotated[list[str], Field(max_length=MAX_ADDRESSES)] = Field(default_factory=list)
     """host:port of servers that cannot register; the coordinator asks them from now on."""
 
 
