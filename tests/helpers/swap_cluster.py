@@ -108,16 +108,16 @@ class SwapCluster:
         self.start_server(name)
         await self.until_ready(name)
 
-    def start_server(self, name: str) -> None:
-        """Start a reward server."""
-        arguments = {"run_id": RUN_ID, "coordinator": f"127.0.0.1:{self.grpc_port}", "folder": str(self.folder)}
+    def start_server(self, name: str, *, is_other_code: bool = False) -> None:
+        """Start a reward server; is_other_code: what it offers under its version is something else than before."""
+        arguments = {"run_id": RUN_ID, "coordinator": f"127.0.0.1:{self.grpc_port}", "folder": str(self.folder), "scorers": SCORERS[name]}
         log = self.folder / f"reward-{name}.log"
-        pid = self._zygote.start("reward", log, service_id=f"reward-{name}", scorers=SCORERS[name], **arguments)
+        pid = self._zygote.start("reward", log, service_id=f"reward-{name}", is_other_code=is_other_code, **arguments)
         self._servers[name] = ForkedProcess(self._zygote, pid)
 
-    async def until_ready(self, name: str) -> None:
-        """Wait until a reward server takes traffic."""
-        await self.until_rewards(lambda rewards: _states(rewards).get(f"reward-{name}") == "ready")
+    async def until_ready(self, name: str, state: str = "ready") -> None:
+        """Wait until a reward server takes traffic, or is in another state."""
+        await self.until_rewards(lambda rewards: _states(rewards).get(f"reward-{name}") == state)
 
     async def kill_server(self, name: str) -> None:
         """kill -9."""

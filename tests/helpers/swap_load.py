@@ -14,7 +14,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -92,6 +92,7 @@ class SwapLoad:
         self.done: Counter[str] = Counter()
         self.num_refused = 0
         self.num_pauses = 0
+        self.repair: Callable[[], Awaitable[object]] | None = None
         self.pinned: list[int] = []
         self._position = 0
         self._num_added = 0
@@ -205,8 +206,6 @@ class SwapLoad:
             issued.is_done = True
             self.evaluations.append((f"eval-v{version}", issued, result))
 
-    # What collecting and evaluating see of the route: the real one, and what they do with it is noted.
-
     @property
     def active(self) -> RouteRevision:
         """See `RouteSource`."""
@@ -232,13 +231,16 @@ class SwapLoad:
 
     async def wait_for_resume(self, alert: RunAlert) -> None:
         """Repair the reward or go back to the one before, as chance has it."""
-        assert self.mode.breaks, alert
+        assert self.mode.breaks or self.mode.pauses, alert
+        self.num_pauses += 1
+        await (self.repair or self._repair)()
+
+    async def _repair(self) -> None:
         await asyncio.sleep(self.rng.random() * 0.01)
         if self._may_roll_back() and self.rng.random() < 0.5:
             await self._tried(self.path.lifecycle.rollback(who=WHO, why=WHY))
         if self._key_of(self.book.active_number) in self.faults.broken:
             self.faults.broken = frozenset()
-        self.num_pauses += 1
 
     def _key_of(self, number: int) -> ScorerKey:
         component = self.book.revision(number).components[0]
@@ -247,7 +249,7 @@ class SwapLoad:
     def _see_entry(self, entry: LogEntry) -> None:
         self.done[entry.action] += 1
         # After a pause groups are pinned anew.
-        if entry.action is RouteAction.DRAIN and not self.mode.breaks:
+        if entry.action is RouteAction.DRAIN and not (self.mode.breaks or self.mode.pauses):
             left = [name for name, issued in self.issued.items() if issued.revision == entry.revision and not issued.is_done]
             if left:
                 self.problems.append(f"revision {entry.revision} was drained while it had {left}")
@@ -289,7 +291,7 @@ class SwapLoad:
                 await self._tried(lifecycle.shadow(number, 0.0, who=WHO, why=WHY))
             elif chance < 0.8 and self._num_added < FIRST_REVISIONS + EXTRA_REVISIONS:
                 await self._add()
-            elif self._num_usable() > 3 and (number := self._choose(RouteStage.READY, RouteStage.SHADOW, RouteStage.DRAINED)) is not None:
+            elif self._num_usable() > 5 and (number := self._choose(RouteStage.READY, RouteStage.SHADOW, RouteStage.DRAINED)) is not None:
                 await self._tried(lifecycle.retire(number, who=WHO, why=WHY))
 
     async def _tried(self, command: Coroutine[Any, Any, object]) -> None:

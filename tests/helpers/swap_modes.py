@@ -74,6 +74,7 @@ class Mode:
     hangs: bool = False
     shares_scorers: bool = False
     breaks: bool = False
+    pauses: bool = False
 
 
 def config_of(folder: Path, redis_url: str, mode: Mode, seed: int) -> RunConfig:

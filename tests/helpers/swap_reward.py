@@ -19,6 +19,7 @@ from shoal_reward.servicer import SERVICE_NAME, RewardServicer
 
 from shoal.clients.registry import LeaseKeeper, this_process
 from shoal.config.models import SecuritySection
+from shoal.reward import ScorerRegistry
 from shoal.rpc.server import RpcServer, serve_until_signal
 from shoal.rpc.v1 import reward_pb2
 from shoal.rpc.v1.common_pb2 import SCORE_STATUS_ERROR
@@ -68,14 +69,15 @@ class HeldServicer(RewardServicer):
             await asyncio.sleep(POLL_S)
 
 
-def main(service_id: str, run_id: str, coordinator: str, folder: str, scorers: list[tuple[str, str]]) -> int:
-    """Serve until a signal."""
-    asyncio.run(_serve(service_id, run_id, coordinator, Path(folder), [(name, version) for name, version in scorers]))
+def main(service_id: str, run_id: str, coordinator: str, folder: str, scorers: list[tuple[str, str]], is_other_code: bool) -> int:
+    """Serve until a signal; is_other_code: under the same names and versions."""
+    registry = registry_of([(name, version) for name, version in scorers], is_other_code=is_other_code)
+    asyncio.run(_serve(service_id, run_id, coordinator, Path(folder), registry))
     return 0
 
 
-async def _serve(service_id: str, run_id: str, coordinator: str, folder: Path, scorers: list[tuple[str, str]]) -> None:
-    service = RewardService(service_id=service_id, registry=registry_of(scorers), pool=ScoringPool(1))
+async def _serve(service_id: str, run_id: str, coordinator: str, folder: Path, registry: ScorerRegistry) -> None:
+    service = RewardService(service_id=service_id, registry=registry, pool=ScoringPool(1))
     server = RpcServer("127.0.0.1", 0, SECURITY)
     servicer = HeldServicer(service, folder)
     server.add(lambda target: add_RewardServiceServicer_to_server(servicer, target), SERVICE_NAME)

@@ -40,11 +40,11 @@ def score_of(scorer: str, version: str, response: str) -> Score:
     return None if scorer == "shy" and value == 0 else value
 
 
-def registry_of(scorers: Sequence[ScorerKey]) -> ScorerRegistry:
-    """Scorers of these names and versions."""
+def registry_of(scorers: Sequence[ScorerKey], *, is_other_code: bool = False) -> ScorerRegistry:
+    """Scorers of these names and versions; or others under the same versions."""
     registry = ScorerRegistry()
     for name, version in scorers:
-        _add(registry, name, version)
+        (_add_other if is_other_code else _add)(registry, name, version)
     return registry
 
 
@@ -53,6 +53,13 @@ def _add(registry: ScorerRegistry, name: str, version: str) -> None:
     async def scripted(prompt: str, response: str, row: Row) -> Score:
         """What `score_of` says."""
         return score_of(name, version, response)
+
+
+def _add_other(registry: ScorerRegistry, name: str, version: str) -> None:
+    @reward(name=name, version=version, registry=registry)
+    async def changed(prompt: str, response: str, row: Row) -> Score:
+        """Something else."""
+        return 100.0
 
 
 @dataclass

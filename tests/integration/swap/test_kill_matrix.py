@@ -154,3 +154,19 @@ async def test_killed_old_server(tmp_path: Path, redis_url: str, zygote: Zygote,
             await cluster.post("routes/1/retire")
         await expect_agreement(cluster, active)
     assert check_trained(cluster.actor.trained)[len(cluster.actor.trained)] == {active}
+
+
+async def test_killed_server_that_comes_back_with_other_code_gets_no_work(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
+    """Nobody mixes two codes under one version; the right one is waited for."""
+    async with run_in_training(tmp_path, redis_url, zygote) as cluster:
+        await cluster.kill_server("old")
+        cluster.start_server("old", is_other_code=True)
+        await expect_pause(cluster, "old")
+        await cluster.until_ready("old", "other code under the same version")
+        await cluster.stop_server("old")
+        await cluster.serve("old")
+        await cluster.coordinator.post("/v1/resume")
+        await cluster.steps(2)
+        await expect_agreement(cluster, 1)
+    check_trained(cluster.actor.trained)
+    assert max(record.reward for records in cluster.actor.trained.values() for record in records) < 100.0
