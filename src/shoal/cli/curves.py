@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Step = dict[str, Any]
 
 _STAGES = ("rollout_s", "reward_s", "forward_s", "advantages_s", "update_s", "push_s")
+_FEWEST_EVALUATIONS = 3
+"""Those before and after are in the title."""
 
 
 def read_steps(path: Path) -> list[Step]:
@@ -42,6 +44,7 @@ def draw_curves(steps: list[Step], report: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
     figure.suptitle(_title(report))
     _line(axes[0][0], steps, "reward", "mean reward", smooth=True)
+    _accuracy(axes[0][0], report)
     _line(axes[0][1], steps, "kl", "KL to the reference (per token)")
     _line(axes[1][0], steps, "response_length", "response length (tokens)")
     _stages(axes[1][1], steps)
@@ -104,6 +107,17 @@ def _line(axis: Axes, steps: list[Step], key: str, title: str, smooth: bool = Fa
         axis.plot(x, _smoothed(x, y, [step for step, _ in reward_swaps(steps)]), linewidth=2.0, label="mean of 10 steps")
         axis.legend(loc="lower right", frameon=False)
     axis.set_title(title)
+
+
+def _accuracy(axis: Axes, report: dict[str, Any]) -> None:
+    """Evaluations on an axis of their own: unlike a reward, they mean the same before and after a swap."""
+    evaluations = report.get("evaluations", [])
+    if len(evaluations) < _FEWEST_EVALUATIONS:
+        return
+    other = axis.twinx()
+    other.plot([each["step"] for each in evaluations], [each["accuracy"] for each in evaluations], "o-", color="tab:green", markersize=4)
+    other.set_ylim(0, 1)
+    other.set_ylabel(accuracy_name(report), color="tab:green")
 
 
 def _smoothed(x: list[float], y: list[float], borders: list[float]) -> list[float]:

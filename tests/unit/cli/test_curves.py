@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ STEPS = [
 ]
 
 
-def drawn(steps: list[dict[str, float]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+def drawn(
+    steps: list[dict[str, float]], folder: Path, monkeypatch: pytest.MonkeyPatch, evaluations: Sequence[dict[str, float]] = ()
+) -> Figure:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    draw_curves(steps, {"run_id": "run"}, folder / "curves.png")
+    draw_curves(steps, {"run_id": "run", "evaluations": list(evaluations)}, folder / "curves.png")
     return figures[0]
 
 
@@ -42,3 +45,12 @@ def test_the_smoothed_reward_does_not_mix_revisions(tmp_path: Path, monkeypatch:
 
 def test_a_run_with_one_revision_has_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(not axis.texts for axis in drawn(STEPS[:3], tmp_path, monkeypatch).axes)
+
+
+def test_evaluations_are_drawn_on_an_axis_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations = [{"step": step, "accuracy": accuracy} for step, accuracy in ((0, 0.4), (3, 0.1), (6, 0.7))]
+    assert len(drawn(STEPS, tmp_path, monkeypatch, evaluations[:2]).axes) == 4
+    axis = drawn(STEPS, tmp_path, monkeypatch, evaluations).axes[4]
+    (line,) = axis.lines
+    assert np.asarray(line.get_xydata()).tolist() == [[0, 0.4], [3, 0.1], [6, 0.7]]
+    assert (axis.get_ylim(), axis.get_ylabel()) == ((0.0, 1.0), "greedy held-out accuracy")
