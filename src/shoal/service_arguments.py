@@ -35,7 +35,7 @@ def add_service_arguments(parser: argparse.ArgumentParser, *, example: str, coor
 def add_address_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `host`, `port` and `advertise`."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
+    parser.add_argument("--port", type=port_number, default=0, help="port to listen on; 0 picks a free one")
     parser.add_argument("--advertise", metavar="HOST", help="host name that others reach this service by; default: --host")
 
 
@@ -45,3 +45,14 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cert-file", metavar="PEM", help="mTLS: certificate of this service")
     parser.add_argument("--key-file", metavar="PEM", help="mTLS: key of this service")
     parser.add_argument("--insecure", action="store_true", help="plaintext beyond this machine too")
+
+
+def port_number(text: str) -> int:
+    """Read a port; 0 is a free one.
+
+    Raises: argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 65536):
+        # gRPC would take the number without its upper bits.
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to 65535")
+    return int(text)

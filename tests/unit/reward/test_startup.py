@@ -75,6 +75,14 @@ def test_startup_refuses_what_cannot_be_served(arguments: list[str], message: st
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("port", ["70000", "-1", "65536", "8e3", "٥", "9" * 5000])
+def test_startup_refuses_a_number_that_is_no_port(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC would listen on what is left of it without its upper bits."""
+    with pytest.raises(SystemExit):
+        startup("--module", "m", f"--port={port}")
+    assert "is no port; give a number from 0 to 65535" in capsys.readouterr().err
+
+
 def test_readme_shows_a_file_that_can_be_served() -> None:
     readme = Path(__file__).parents[3] / "services" / "reward" / "README.md"
     (shown,) = re.findall(r"```yaml\n(modules:.*?)```", readme.read_text(), re.DOTALL)
