@@ -66,9 +66,14 @@ async def _serve(startup: Startup, arguments: argparse.Namespace, pool: ScoringP
         REGISTRY.get(name, version)
     async with _graders(startup) as graders:
         service = RewardService(service_id=startup.service_id, registry=REGISTRY, pool=pool, graders=graders)
-        server = RpcServer(arguments.host, arguments.port, startup.security)
-        server.add(lambda target: add_RewardServiceServicer_to_server(RewardServicer(service), target), SERVICE_NAME)
-        port = await server.start()
+        await _listen(service, startup, arguments)
+
+
+async def _listen(service: RewardService, startup: Startup, arguments: argparse.Namespace) -> None:
+    server = RpcServer(arguments.host, arguments.port, startup.security)
+    server.add(lambda target: add_RewardServiceServicer_to_server(RewardServicer(service), target), SERVICE_NAME)
+    port = await server.start()
+    try:
         metrics_port = start_metrics_server(startup.telemetry.metrics_port, host=arguments.host)
         server.set_serving(True)
         address = join_address(arguments.advertise or arguments.host, port)
@@ -80,6 +85,9 @@ async def _serve(startup: Startup, arguments: argparse.Namespace, pool: ScoringP
             if arguments.ready_file is not None:
                 _announce(arguments.ready_file, address)
             await serve_until_signal(server)
+    finally:
+        # After an orderly end there is nothing left to stop.
+        await server.stop(0.0)
 
 
 @asynccontextmanager

@@ -149,6 +149,14 @@ async def test_service_refuses_a_module_that_it_cannot_load() -> None:
     assert "cannot load 'no.such.module'" in output.decode()
 
 
+async def test_service_that_cannot_say_it_is_ready_ends_with_one_line(tmp_path: Path) -> None:
+    process = await start("--module", SCORERS_FILE, "--ready-file", str(tmp_path / "nowhere" / "ready.json"))
+    output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode == 2
+    assert "cannot write the ready file" in output.decode().splitlines()[-1]
+    assert "Traceback" not in output.decode()
+
+
 async def test_service_without_a_run_registers_with_a_coordinator(tmp_path: Path) -> None:
     registry = Registry(run_id="some-run", lease_s=10.0)
     server = RpcServer("127.0.0.1", 0, SECURITY)
