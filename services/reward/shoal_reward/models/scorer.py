@@ -23,6 +23,8 @@ def _build(settings: ModelSection) -> BuiltScorer:
     if folder.is_dir():
         label_place(check_folder(folder), settings.label)
         content = digest_folder(folder)
+    elif folder.is_absolute() or settings.model.startswith("."):
+        raise ConfigError(f"model {settings.model!r} is no folder: name the folder of a Hugging Face model, or the id of a cached one")
     model = RewardModel(settings)
     return BuiltScorer(
         function=model.score,

@@ -47,6 +47,12 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         _scorer(tmp_path)
 
 
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere"])
+def test_a_folder_that_is_not_there_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model '{model}' is no folder"):
+        build_scorer("rm", ScorerDefinition(kind="model", settings={"model": model}))
+
+
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 8])
 def test_weights_that_are_cut_off_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "score"}}))
