@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.config.base import Section
-from shoal.config.explain import explain
+from shoal.config.explain import explain, shortened
 from shoal.config.reward_service import ScorerDefinition
 from shoal.errors import ConfigError
 from shoal.fingerprint import fingerprint_of
@@ -75,8 +75,8 @@ def build_scorer(name: str, definition: ScorerDefinition) -> Scorer:
     try:
         settings = kind.settings.model_validate(definition.settings)
     except ValidationError as error:
-        lines = explain(error, kind.settings)
-        raise ConfigError("\n".join([f"scorer {name!r} of kind {definition.kind!r} has wrong settings:", *lines])) from None
+        what = shortened(explain(error, kind.settings))
+        raise ConfigError(f"scorer {name!r} of kind {definition.kind!r} has wrong settings: {what}") from None
     built = kind.build(settings)
     return Scorer(
         name=name,
