@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -70,6 +71,9 @@ def column_text(row: Row, column: str) -> str:
 def _text(value: object, column: str) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and not math.isfinite(value):
+        # Tables have NaN where a value is missing; as a text it would be a word that an answer can guess.
+        raise DataError(f"the row's column {column!r} holds {value}, which is no right answer: give each row its right answer there")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise DataError(f"the row's column {column!r} holds {type(value).__name__}, not a text or number: give each row its right answer there")

@@ -197,6 +197,14 @@ def test_regex(settings: dict[str, object], row: Row, response: str, expected: f
     assert value(build("regex", **settings), response, row) == expected
 
 
+@pytest.mark.parametrize("kind", ["math", "exact", "choice"])
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), None, True, {}, ["5", float("nan")]])
+def test_right_answer_that_is_none_is_an_error_and_not_a_word(kind: str, answer: object) -> None:
+    for response in ("nan", "inf", "None", "5"):
+        with pytest.raises(DataError, match="give each row its right answer there"):
+            value(build(kind), response, {"answer": answer})
+
+
 @pytest.mark.parametrize(("pattern", "message"), [("(", "no regular expression"), (None, "'pattern'"), (3, "'pattern'")])
 def test_regex_names_a_rows_bad_pattern(pattern: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
