@@ -145,10 +145,13 @@ class SwapCluster:
         """Wait until a call waits."""
         await self.until_true((self.folder / f"held-reward-{name}-{phase}").exists)
 
-    def set_broken(self, name: str, is_broken: bool = True) -> None:
-        """Let every live sample of a server be an error."""
-        file = self.folder / f"broken-reward-{name}"
-        file.touch() if is_broken else file.unlink()
+    def break_server(self, name: str, text: str = "") -> None:
+        """Let the live samples of a server whose ids have a text be errors; by default all are."""
+        (self.folder / f"broken-reward-{name}").write_text(text)
+
+    def repair_server(self, name: str) -> None:
+        """Let it score again."""
+        (self.folder / f"broken-reward-{name}").unlink()
 
     def set_slow(self) -> None:
         """Let live calls take long enough that several are open at once."""
@@ -242,7 +245,8 @@ def check_trained(trained: Mapping[int, Sequence[ExperienceRecord]], num_prompts
         groups = {(record.group_id, record.route_revision) for record in records}
         assert len(groups) == num_prompts, (step, groups)
         for record in records:
-            assert {part.scorer for part in record.reward_components} == {scorers[record.route_revision]}
+            (part,) = record.reward_components
+            assert (part.scorer, part.value) == (scorers[record.route_revision], record.reward)
         revisions[step] = {revision for _, revision in groups}
     return revisions
 

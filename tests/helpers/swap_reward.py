@@ -1,8 +1,8 @@
 """A reward server as a process of its own, registered with a coordinator; files in its folder say how it behaves.
 
 hold-<service>-<phase>: calls of that phase (check, warm, live) wait while the file is there; the first of them writes
-held-<service>-<phase>. broken-<service>: every live sample is an error. slow: live calls of all servers take SLOW_S.
-Every answered call is a line of journal-<service>.jsonl, which outlives a kill.
+held-<service>-<phase>. broken-<service>: every live sample whose id has the file's text is an error. slow: live calls of all servers take
+SLOW_S. Every answered call is a line of journal-<service>.jsonl, which outlives a kill.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ class HeldServicer(RewardServicer):
         if phase == "live" and (self._folder / "slow").exists():
             await asyncio.sleep(SLOW_S)
         response = await super().Score(request, context)
-        if phase == "live" and (self._folder / f"broken-{self._id}").exists():
+        broken = self._folder / f"broken-{self._id}"
+        if phase == "live" and broken.exists():
+            text = broken.read_text()
             for result in response.results:
-                result.status, result.message = SCORE_STATUS_ERROR, "scripted"
+                if text in result.sample_id:
+                    result.ClearField("value")
+                    result.status, result.message = SCORE_STATUS_ERROR, "scripted"
         line = {"phase": phase, "scorer": request.scorer, "version": response.version, "ids": ids}
         os.write(self._journal, json.dumps(line).encode() + b"\n")
         return response

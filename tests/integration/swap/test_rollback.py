@@ -24,9 +24,13 @@ async def activate_new(cluster: SwapCluster) -> None:
     await cluster.post("routes/2/activate")
 
 
-async def test_rollback_while_alerted_scores_the_step_again_by_the_old_revision(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
-    async with run_in_training(tmp_path, redis_url, zygote) as cluster:
-        cluster.set_broken("new")
+@pytest.mark.parametrize("broken", ["", "/1/"], ids=["all", "the second of each group"])
+async def test_rollback_while_alerted_scores_the_step_again_by_the_old_revision(
+    tmp_path: Path, redis_url: str, zygote: Zygote, broken: str
+) -> None:
+    """Groups are scored again as wholes, whichever of their samples had no score."""
+    async with run_in_training(tmp_path, redis_url, zygote, reward={"max_unscored_share": 0.2}) as cluster:
+        cluster.break_server("new", broken)
         await activate_new(cluster)
         alert = (await cluster.coordinator.until_state("paused"))["alert"]
         assert (alert["service"], alert["error"]) == ("new@1 on reward-new", "new@1: scripted")
@@ -56,7 +60,7 @@ async def test_rollback_while_alerted_scores_the_step_again_by_the_old_revision(
 
 async def test_repair_while_alerted_scores_the_step_again_by_the_new_revision(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
     async with run_in_training(tmp_path, redis_url, zygote) as cluster:
-        cluster.set_broken("new")
+        cluster.break_server("new")
         await activate_new(cluster)
         await cluster.coordinator.until_state("paused")
         step = len(cluster.actor.trained) + 1
@@ -64,7 +68,7 @@ async def test_repair_while_alerted_scores_the_step_again_by_the_new_revision(tm
         await cluster.coordinator.post("/v1/resume")
         await cluster.until_true(lambda: len([call for call in cluster.journal("new") if call["phase"] == "live"]) >= 2)
         await cluster.coordinator.until_state("paused")
-        cluster.set_broken("new", is_broken=False)
+        cluster.repair_server("new")
         await cluster.coordinator.post("/v1/resume")
         await cluster.steps(2)
     revisions = check_trained(cluster.actor.trained)
@@ -75,7 +79,7 @@ async def test_repair_while_alerted_scores_the_step_again_by_the_new_revision(tm
 async def test_coordinator_killed_in_the_pause_forgets_nothing_but_the_step(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
     """The rollback was on disk before it was killed."""
     async with run_in_training(tmp_path, redis_url, zygote) as cluster:
-        cluster.set_broken("new")
+        cluster.break_server("new")
         await activate_new(cluster)
         await cluster.coordinator.until_state("paused")
         await cluster.post("rollback")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,11 @@ async def swap_at_random(cluster: SwapCluster, rng: random.Random) -> None:
 
 
 async def test_swaps_in_a_run_that_trains_and_evaluates(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
-    sections = {"data": {"held_out": str(tmp_path / "held_out.jsonl")}, "evaluation": {"every": 2}, "reward": {"timeout_s": 10.0}}
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"held_out": str(tmp_path / "held_out.jsonl")},
+        "evaluation": {"every": 2},
+        "reward": {"timeout_s": 10.0},
+    }
     async with run_in_training(tmp_path, redis_url, zygote, **sections) as cluster:
         rng = random.Random(3)
         await cluster.add(timeout_s=10.0)
