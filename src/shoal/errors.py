@@ -7,7 +7,8 @@
     ├── StateError           valid, but not in this state or stage
     │   └── StalePolicyError the served or sampled policy version is too old
     ├── NotFoundError        the named object does not exist
-    ├── CapacityError        a bound was reached (queue, message size, shared memory)
+    ├── CapacityError        a bound was reached (queue, shared memory)
+    │   └── MessageSizeError a message is larger than the other side takes; the same one never fits
     ├── UnavailableError     not ready, draining or unreachable; idempotent calls may be retried
     ├── DeadlineError        the deadline passed
     ├── CodecError           bytes on a wire or in Redis do not match their schema
@@ -49,7 +50,11 @@ class NotFoundError(ShoalError):
 
 
 class CapacityError(ShoalError):
-    """A bound was reached: queue, message size, shared memory."""
+    """A bound was reached: queue, shared memory."""
+
+
+class MessageSizeError(CapacityError):
+    """A message is larger than the other side takes; sending the same one again does not help."""
 
 
 class UnavailableError(ShoalError):

@@ -25,6 +25,7 @@ _STATUS_OF: dict[type[ShoalError], grpc.StatusCode] = {
     errors.StalePolicyError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.MessageSizeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.CodecError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -82,7 +83,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call, *, peer: str = "") -
     cls = _CLASS_OF_STATUS.get(error.code(), errors.InternalError)
     too_large = _TOO_LARGE.search(text)
     if too_large is not None:
-        text = _too_large_text(too_large)
+        cls, text = errors.MessageSizeError, _too_large_text(too_large)
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"the service does not offer this call ({text}); check that the address belongs to the right service and version"
     return cls(f"{peer}: {text}" if peer else text)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
+from shoal_coordinator.rewards.breaker import MAX_FAILURES
 from shoal_coordinator.rewards.calls import ScorerCalls
 from shoal_coordinator.rewards.endpoint import RewardEndpoint
 from shoal_coordinator.rewards.route import RouteComponent
@@ -64,6 +66,19 @@ def failing(*errors: Exception) -> Callable[[reward_pb2.ScoreRequest], Awaitable
     return behave
 
 
+@asynccontextmanager
+async def small_server(servicer: FakeReward) -> AsyncIterator[str]:
+    """As others write one: with gRPC's own limits."""
+    server = grpc.aio.server()
+    register_reward(servicer)(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
 async def score_on(servicer: FakeReward, route: RouteComponent = EXACT) -> list[ScoreResult]:
     async with serving(register_reward(servicer), REWARD_SERVICE) as address, connected(address) as server:
         _, results = await ScorerCalls(new_pool(a=server), max_open_requests=8).score(route, samples(0), 1)
@@ -91,6 +106,21 @@ async def test_refused_request_is_not_sent_again() -> None:
     servicer = FakeReward(failing(InvalidRequestError("422")))
     results = await score_on(servicer)
     assert ({result.status for result in results}, servicer.num_calls) == ({ScoreStatus.ERROR}, 1)
+
+
+async def test_sample_that_is_too_large_for_a_server_is_sent_once_and_does_not_rest_the_server() -> None:
+    """A server that is not Shoal's may take no more than gRPC's 4 MiB."""
+    servicer = FakeReward(failing())
+    large = [replace(sample, response="x" * (5 << 20)) for sample in samples(0)]
+    async with small_server(servicer) as address, connected(address, scorers=offered()) as server:
+        calls = ScorerCalls(new_pool(a=server), max_open_requests=8)
+        for _ in range(MAX_FAILURES):
+            async with asyncio.timeout(5.0):
+                _, results = await calls.score(EXACT, large, 1)
+            assert {result.status for result in results} == {ScoreStatus.ERROR}
+            assert "exact@1 failed on 'a': MessageSizeError" in results[0].message
+        _, results = await calls.score(EXACT, samples(1), 1)
+    assert ([result.value for result in results], servicer.num_calls) == ([0.5, 0.5], 1)
 
 
 async def test_result_without_a_status_is_an_error_of_its_sample_alone() -> None:

@@ -7,7 +7,15 @@ import pytest
 from grpc.aio import AioRpcError, Metadata
 
 from shoal import errors
-from shoal.errors import CapacityError, InternalError, NotFoundError, ShoalError, StalePolicyError, StateError, UnavailableError
+from shoal.errors import (
+    InternalError,
+    MessageSizeError,
+    NotFoundError,
+    ShoalError,
+    StalePolicyError,
+    StateError,
+    UnavailableError,
+)
 from shoal.rpc.catalogue import ERROR_METADATA_KEY, MAX_TEXT_CHARS, error_metadata, from_rpc_error, to_status
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ShoalError) and cls is not ShoalError]
@@ -33,6 +41,7 @@ def test_catalogue_every_class_survives_the_round_trip(cls: type[ShoalError]) ->
         (errors.StalePolicyError, grpc.StatusCode.FAILED_PRECONDITION),
         (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
         (errors.CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.MessageSizeError, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
         (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
         (errors.InternalError, grpc.StatusCode.INTERNAL),
@@ -87,7 +96,7 @@ def test_catalogue_too_large_message_names_size_and_limit() -> None:
     back = from_rpc_error(
         _rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (70000001 vs. 67108864)")
     )
-    assert isinstance(back, CapacityError)
+    assert isinstance(back, MessageSizeError)
     assert "70000001 bytes" in str(back)
     assert "67108864 bytes" in str(back)
     assert "split" in str(back)

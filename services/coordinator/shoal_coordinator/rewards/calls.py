@@ -3,7 +3,7 @@
 - A scorer's work goes to the server with the fewest outstanding tokens among those that offer exactly its name, version and fingerprint.
 - What a server may be over soon (unavailable, internal faults, garbage, exhausted) is tried again, on another replica if there is one,
   else with full jitter, until the deadline: the component's timeout for each group of the call, waiting for a server included. A
-  request that is refused is not tried again.
+  request that is refused, or larger than a server takes, is not tried again.
 - A server that fails a scorer again and again rests (`breaker`).
 - At most max_open_requests requests are open at once. Waiting for one's turn there is no server's fault and not part of the deadline.
 - No failure is raised: the samples become errors whose message names scorer, server and error, and never 0.
@@ -24,6 +24,7 @@ from shoal.errors import (
     ConfigError,
     DeadlineError,
     InternalError,
+    MessageSizeError,
     NotFoundError,
     ShoalError,
     StateError,
@@ -177,7 +178,7 @@ class ScorerCalls:
                     return server.server_id, await self._attempt(server, component, samples, left_s)
                 except ShoalError as error:
                     attempts.note(server.server_id, error, jittered_delay_s(len(attempts.failed_on) + 1, self._random_unit))
-                    if not isinstance(error, _RETRIED) or self._now_s() + attempts.pause_s >= attempts.deadline_s:
+                    if not _is_retried(error) or self._now_s() + attempts.pause_s >= attempts.deadline_s:
                         raise _CallFailedError(server.server_id, error) from error
 
     async def _wait_for_server(self, component: RouteComponent, attempts: _Attempts, suits: _Suits, timeout_s: float) -> None:
@@ -214,7 +215,8 @@ class ScorerCalls:
                 version, results = await _unless_gone(server, call)
             checked = _checked_answer(component, version, samples, results)
         except _SERVERS_FAULT as error:
-            if isinstance(error, UnavailableError) and server.gone.is_set():
+            has_gone = isinstance(error, UnavailableError) and server.gone.is_set()
+            if has_gone or isinstance(error, MessageSizeError):
                 self._breakers.abandon(key, is_probe=is_probe)
             else:
                 self._breakers.fail(key, is_probe=is_probe)
@@ -234,6 +236,10 @@ class ScorerCalls:
                 if result.latency_ms > 0:
                     self._slow.note(component.scorer, component.version, service, result.sample_id, result.latency_ms)
         return [(service, result) for result in results]
+
+
+def _is_retried(error: ShoalError) -> bool:
+    return isinstance(error, _RETRIED) and not isinstance(error, MessageSizeError)
 
 
 def offers(endpoint: RewardEndpoint, component: RouteComponent) -> bool:
