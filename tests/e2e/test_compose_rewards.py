@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -20,11 +21,14 @@ FILES = ("docker-compose.yml", "examples/reward_service/compose.yaml")
 MIN_SAMPLES = 200
 SANDBOX = """
 from shoal_reward.code.sandbox import SandboxedProcess
+from shoal_reward.code.scorer import score_code
 from shoal_reward.code.settings import CodeSettings
 with SandboxedProcess("answer", CodeSettings(), num_tests=1) as process:
     print(bool(process.holds["landlock"]), process.holds["seccomp"])
+answer = "```python\\nimport os\\ndef f(): return len(os.listdir('/etc')) > 0\\n```"
+print(score_code(answer, {"tests": ["assert f()"]}, CodeSettings())["correct"] == 1)
 """
-"""Tells what confines a process in which an answer runs."""
+"""Tells whether Landlock and a system call filter confine an answer, and whether it can read what is not its own."""
 LEFT_OVER = """
 from pathlib import Path
 print(list(Path("/tmp").glob("shoal-code-*")), [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"boot.py" in p.read_bytes()])
@@ -123,6 +127,9 @@ def test_compose_old_reward_container_is_stopped_once_its_route_is_retired(with_
     wait_for_steps(compose, 3)
     assert revision_of_newest_step(compose) == 2
     compose.run("start", "reward")
+    lines = compose.run("exec", "-T", "coordinator", "cat", "/runs/arithmetic/metrics.jsonl").splitlines()
+    revisions = [int(json.loads(line)["reward_revision"]) for line in lines]
+    assert [revision for revision, _ in groupby(revisions)] == [1, 2, 1, 2]
     after = compose.running()
     assert {service for service in before if after[service] != before[service]} == {"reward"}
 
@@ -150,14 +157,14 @@ def test_compose_reward_container_holds_hostile_answers(compose: Compose, scorer
     assert compose.running() == before
 
 
-def test_compose_reward_container_has_what_its_sandbox_needs(compose: Compose, record_property: Callable[[str, object], None]) -> None:
+def test_compose_reward_container_has_what_its_sandbox_needs(compose: Compose) -> None:
     status = compose.run("exec", "-T", "reward", "cat", "/proc/1/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert (fields["NoNewPrivs"], int(fields["CapBnd"], 16), int(fields["CapEff"], 16)) == ("1", 0, 0)
-    has_landlock, has_filter = compose.run("exec", "-T", "reward", "python", "-", text=SANDBOX).split()
-    # Whether there is Landlock is the kernel's and the engine's to say; answers are confined without it too, but for reading.
-    record_property("has_landlock", has_landlock)
+    has_landlock, has_filter, can_read = compose.run("exec", "-T", "reward", "python", "-", text=SANDBOX).split()
     assert has_filter == "True"
+    # Whether there is Landlock is the kernel's and the engine's to say.
+    assert (can_read == "True") == (has_landlock == "False")
 
 
 def is_serving(compose: Compose) -> bool:
