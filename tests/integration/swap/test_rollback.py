@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.push_matrix_cluster import Zygote
-from tests.helpers.swap_cluster import GROUP_SIZE, NUM_PROMPTS, SwapCluster, check_trained, run_in_training
+from tests.helpers.swap_cluster import NUM_PROMPTS, SwapCluster, check_trained, run_in_training
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,8 +36,9 @@ async def test_rollback_while_alerted_scores_the_step_again_by_the_old_revision(
         assert (alert["service"], alert["error"]) == ("new@1 on reward-new", "new@1: scripted")
         assert "samples of the step have no score" in alert["what"]
         num_generated, step = len(cluster.rollout.generated_at), len(cluster.actor.trained) + 1
+        # It pauses as soon as too many surely have no score, which may be before the last group of the step is scored.
         affected = scored_by(cluster, "new")
-        assert len(affected) == NUM_PROMPTS * GROUP_SIZE
+        assert affected
         assert not affected & scored_by(cluster, "old")
         assert (await cluster.post("rollback"))["number"] == 1
         await cluster.until_stage(2, "draining")
@@ -47,15 +48,15 @@ async def test_rollback_while_alerted_scores_the_step_again_by_the_old_revision(
         await cluster.coordinator.post("/v1/resume")
         await cluster.until_stage(2, "drained")
         await cluster.steps(2)
-        assert affected <= scored_by(cluster, "old")
-        assert affected == scored_by(cluster, "new")
+        assert affected <= scored_by(cluster, "new") <= scored_by(cluster, "old")
         assert (await cluster.coordinator.get("/v1/status"))["alert"] is None
     trained = cluster.actor.trained
     revisions = check_trained(trained)
     assert {revision for own in revisions.values() for revision in own} == {1}
-    assert {f"{record.uid}/{record.sample_index}/{record.attempt}" for record in trained[step]} == affected
+    assert affected <= {f"{record.uid}/{record.sample_index}/{record.attempt}" for record in trained[step]}
     metrics = {row["step"]: row for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())}
-    assert (metrics[step]["rescored_groups"], metrics[step]["num_scorer_errors"]) == (NUM_PROMPTS, 0)
+    assert 1 <= metrics[step]["rescored_groups"] <= NUM_PROMPTS
+    assert metrics[step]["num_scorer_errors"] == 0
 
 
 async def test_repair_while_alerted_scores_the_step_again_by_the_new_revision(tmp_path: Path, redis_url: str, zygote: Zygote) -> None:
@@ -65,8 +66,9 @@ async def test_repair_while_alerted_scores_the_step_again_by_the_new_revision(tm
         await cluster.coordinator.until_state("paused")
         step = len(cluster.actor.trained) + 1
         # Resumed too early, it pauses again.
+        num_calls = len(cluster.journal("new"))
         await cluster.coordinator.post("/v1/resume")
-        await cluster.until_true(lambda: len([call for call in cluster.journal("new") if call["phase"] == "live"]) >= 2)
+        await cluster.until_true(lambda: len(cluster.journal("new")) > num_calls)
         await cluster.coordinator.until_state("paused")
         cluster.repair_server("new")
         await cluster.coordinator.post("/v1/resume")
