@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.codec.reward import score_result_to_proto, score_sample_from_proto
 from shoal.errors import CodecError, StateError
@@ -15,6 +15,7 @@ from shoal_reward import metrics
 from shoal_reward.grading.pool import GraderPool
 from shoal_reward.loading import describe
 from shoal_reward.outcome import failure
+from shoal_reward.room import Room
 from shoal_reward.scoring import ScoringPool
 
 log = get_logger(__name__)
@@ -25,12 +26,13 @@ _MAX_MARGIN_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardService:
-    """Scores batches with the scorers of one registry: in `graders` those that can be killed, in `pool` the others."""
+    """Scores batches with the scorers of one registry: in `graders` those that can be killed, the others in `pool`, within `room`."""
 
     service_id: str
     registry: ScorerRegistry
     pool: ScoringPool
     graders: GraderPool | None = None
+    room: Room = field(default_factory=Room)
 
     def describe(self) -> list[ScorerDescription]:
         """All scorers, by name, oldest version first."""
@@ -50,14 +52,15 @@ class RewardService:
             samples: as they came, since only who scores a sample needs to read it; any number, none included.
             time_remaining_s: seconds until the caller gives up; a small part is kept to send the answer.
         Raises:
-            CapacityError: too many samples wait for graders.
+            CapacityError: too many samples wait.
             StateError: the scorer runs in a process, and this service has no graders.
         """
         budget_s = time_remaining_s - min(_MAX_MARGIN_S, _MARGIN_SHARE * time_remaining_s)
         if scorer.isolation is Isolation.PROCESS:
             results = await self._graders_of(scorer).score(scorer, samples, budget_s)
         else:
-            results = await self._score_here(scorer, samples, budget_s)
+            with self.room.taken(len(samples), sum(sample.ByteSize() for sample in samples)):
+                results = await self._score_here(scorer, samples, budget_s)
         tally = metrics.count(scorer, results)
         if num_errors := tally.get(ScoreStatus.ERROR, 0):
             # The messages go to the caller only: they may quote the response.

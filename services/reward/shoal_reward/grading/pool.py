@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 
 from shoal.config.reward_service import RewardServiceSettings
-from shoal.errors import CapacityError
 from shoal.reward import Isolation, Scorer
 from shoal.rpc.v1 import reward_pb2
 from shoal.telemetry.logs import get_logger
@@ -19,11 +18,10 @@ from shoal_reward import metrics
 from shoal_reward.grading.crew import GraderCrew
 from shoal_reward.grading.order import Order
 from shoal_reward.grading.work import Batch, Pace, Task, WorkQueue
+from shoal_reward.room import Room
 
 log = get_logger(__name__)
 
-MAX_OPEN_SAMPLES = 1 << 17
-MAX_OPEN_BYTES = 1 << 30
 MAX_LOSSES = 3
 """A task that so many graders ended with, for whatever reason, is an error."""
 _MAX_DEFAULT_WORKERS = 4
@@ -51,8 +49,7 @@ class GraderPool:
         self._crew = GraderCrew(Order.for_scorers(settings, graded), self._num_workers, self)
         self._queue = WorkQueue()
         self._pace = Pace()
-        self._num_open_samples = 0
-        self._num_open_bytes = 0
+        self._room = Room()
 
     @property
     def process_ids(self) -> list[int]:
@@ -87,9 +84,11 @@ class GraderPool:
         if (problem := self._changed.get((scorer.name, scorer.version))) is not None:
             return batch.close(problem)
         tasks = batch.tasks(self._num_workers)
-        num_bytes = sum(task.num_bytes for task in tasks)
-        self._check_room(len(samples), num_bytes)
-        self._count_open(len(samples), num_bytes)
+        with self._room.taken(len(samples), sum(task.num_bytes for task in tasks)):
+            await self._finish(batch, tasks, budget_s)
+        return batch.close()
+
+    async def _finish(self, batch: Batch, tasks: Sequence[Task], budget_s: float) -> None:
         try:
             self._queue.add(tasks)
             self.more()
@@ -98,11 +97,9 @@ class GraderPool:
         except TimeoutError:
             pass
         finally:
-            self._count_open(-len(samples), -num_bytes)
             batch.is_open = False
             if not batch.finished.is_set():
                 self._queue.drop_closed()
-        return batch.close()
 
     def welcome(self, offered: reward_pb2.DescribeRewardResponse) -> None:
         """See `Workplace`."""
@@ -160,14 +157,3 @@ class GraderPool:
         if len(self._queue) and (problem := self._crew.lasting_problem):
             self._queue.fail_all(f"no grader runs: {problem}")
         metrics.queued_tasks.set(len(self._queue))
-
-    def _check_room(self, num_samples: int, num_bytes: int) -> None:
-        if self._num_open_samples + num_samples > MAX_OPEN_SAMPLES or self._num_open_bytes + num_bytes > MAX_OPEN_BYTES:
-            raise CapacityError(
-                f"{self._num_open_samples} samples of {self._num_open_bytes} bytes wait, and {num_samples} of {num_bytes} bytes more "
-                f"would pass the limit of {MAX_OPEN_SAMPLES} samples or {MAX_OPEN_BYTES} bytes: try again later, or add servers"
-            )
-
-    def _count_open(self, num_samples: int, num_bytes: int) -> None:
-        self._num_open_samples += num_samples
-        self._num_open_bytes += num_bytes

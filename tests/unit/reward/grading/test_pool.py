@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from shoal_reward.grading import crew
-from shoal_reward.grading import pool as pool_module
 from shoal_reward.grading.pool import GraderPool
 from shoal_reward.loading import load_modules
+from shoal_reward.room import Room
 
 from shoal.codec.reward import score_sample_to_proto
 from shoal.config.reward_service import RewardServiceSettings
@@ -132,7 +132,7 @@ async def test_cancelled_caller_leaves_nothing_in_the_queue() -> None:
 
 
 async def test_full_pool_refuses_more(monkeypatch: pytest.MonkeyPatch, pool: GraderPool) -> None:
-    monkeypatch.setattr(pool_module, "MAX_OPEN_SAMPLES", 10)
+    monkeypatch.setattr(pool, "_room", Room(max_samples=10))
     with pytest.raises(CapacityError, match="limit of 10 samples"):
         await do(pool, ["x"] * 11)
     assert len(await do(pool, ["x"] * 10)) == 10
