@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from shoal.clients.registry import LeaseKeeper, this_process
@@ -82,9 +83,8 @@ async def _listen(service: RewardService, startup: Startup, arguments: argparse.
         async with AsyncExitStack() as stack:
             if arguments.coordinator is not None:
                 await stack.enter_async_context(_lease(startup, arguments.coordinator, address))
-            if arguments.ready_file is not None:
-                _announce(arguments.ready_file, address)
-            await serve_until_signal(server)
+            file = arguments.ready_file
+            await serve_until_signal(server, on_ready=None if file is None else partial(_announce, file, address))
     finally:
         # After an orderly end there is nothing left to stop.
         await server.stop(0.0)

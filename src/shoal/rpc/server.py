@@ -118,6 +118,7 @@ async def serve_until_signal(
     drain_timeout_s: float = 30.0,
     grace_s: float = 5.0,
     stop_event: asyncio.Event | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or stop_event; then NOT_SERVING, drain, stop. A second signal skips the draining.
 
@@ -126,12 +127,15 @@ async def serve_until_signal(
         drain: Waits for running work; cancelled after drain_timeout_s seconds.
         grace_s: Seconds that running calls get after the drain.
         stop_event: Set by the service itself when it is done.
+        on_ready: Called once a signal would be heeded, so that who is told then may send one.
     """
     stop = asyncio.Event() if stop_event is None else stop_event
     hurry = asyncio.Event()
     with_signals = _signals(lambda: hurry.set() if stop.is_set() else stop.set())
     async with with_signals:
         try:
+            if on_ready is not None:
+                on_ready()
             await stop.wait()
             server.set_serving(False)
             log.info("server_draining")
