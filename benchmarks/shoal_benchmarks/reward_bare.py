@@ -14,15 +14,19 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from shoal.config.reward_service import ScorerDefinition
 from shoal.process import die_with_parent
 from shoal_benchmarks.reward_corpus import MathItem, math_items
 
+ItemT = TypeVar("ItemT")
 
-def part_of(items: Sequence[MathItem], worker: int, workers: int) -> Sequence[MathItem]:
-    """The items of one of several workers: every workers-th, so that all have the same kinds."""
-    return items[worker::workers]
+
+def part_of(items: Sequence[ItemT], worker: int, workers: int) -> Sequence[ItemT]:
+    """The items of one of several workers: a stretch of them, since kinds take turns and every other one may be the slow ones."""
+    first, end = (len(items) * number // workers for number in (worker, worker + 1))
+    return items[first:end]
 
 
 def by_math_verify(item: MathItem) -> bool:

@@ -112,6 +112,11 @@ def test_workers_share_all_items() -> None:
     assert {id(item) for part in parts for item in part} == {id(item) for item in items}
 
 
+def test_every_worker_gets_every_kind_of_item() -> None:
+    items = list(range(12))
+    assert [{item % 6 for item in part_of(items, worker, 2)} for worker in range(2)] == [set(range(6))] * 2
+
+
 async def test_pass_scores_every_batch_once_with_so_many_calls_open() -> None:
     client, batches = FakeClient(), [text_samples(4, seed=seed) for seed in range(7)]
     measured = await measure_pass(caller(as_client(client), NAME, VERSION), batches, in_flight=3)
