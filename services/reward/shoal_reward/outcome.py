@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from shoal.reward import NotScoredError
 from shoal.types import ScoreResult, ScoreSample, ScoreStatus
 
 MAX_MESSAGE_CHARS = 500
@@ -34,16 +35,23 @@ def outcome(sample: ScoreSample, returned: object, latency_ms: float) -> ScoreRe
 
 
 def raised(sample: ScoreSample, error: BaseException, latency_ms: float) -> ScoreResult:
-    """Turn an exception of a scorer into an error of this sample."""
+    """Turn an exception of a scorer into an error of this sample, or into no score if that is what it says."""
+    if isinstance(error, NotScoredError):
+        return _without_score(sample.sample_id, ScoreStatus.NOT_SCORED, str(error), latency_ms)
     message = OUT_OF_MEMORY if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
     return failure(sample.sample_id, message, latency_ms)
 
 
 def failure(sample_id: str, message: str, latency_ms: float) -> ScoreResult:
-    """An error of one sample; long messages are cut, and what UTF-8 cannot carry becomes `?`."""
+    """An error of one sample."""
+    return _without_score(sample_id, ScoreStatus.ERROR, message, latency_ms)
+
+
+def _without_score(sample_id: str, status: ScoreStatus, message: str, latency_ms: float) -> ScoreResult:
+    """Long messages are cut, and what UTF-8 cannot carry becomes `?`."""
     text = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
     text = text.encode("utf-8", "replace").decode("utf-8")
-    return ScoreResult(sample_id=sample_id, status=ScoreStatus.ERROR, message=text, latency_ms=latency_ms)
+    return ScoreResult(sample_id=sample_id, status=status, message=text, latency_ms=latency_ms)
 
 
 def _result(sample: ScoreSample, returned: object, latency_ms: float) -> ScoreResult:

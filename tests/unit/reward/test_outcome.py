@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from shoal_reward.outcome import MAX_MESSAGE_CHARS, failure, outcome, raised
 
+from shoal.reward import NotScoredError
 from shoal.types import ScoreStatus
 from tests.helpers.scoring import make_sample
 
@@ -77,3 +78,8 @@ def test_raised_names_the_exception() -> None:
 def test_failure_cuts_long_messages_and_survives_lone_surrogates() -> None:
     assert len(failure("x", "a" * 10_000, 0.0).message) == MAX_MESSAGE_CHARS
     assert failure("x", "bad \udc80 text", 0.0).message == "bad ? text"
+
+
+def test_a_reason_for_no_score_is_no_error() -> None:
+    result = raised(make_sample(), NotScoredError("the row has no answer"), 1.0)
+    assert (result.status, result.message) == (ScoreStatus.NOT_SCORED, "the row has no answer")

@@ -38,8 +38,6 @@ ROWS_PER_CALL = 8
 MAX_OPEN_CALLS = 2
 NOT_CORRECT = "not_correct"
 NUM_LOGGED = 10
-LOGGED_CHARS = 120
-"""Of a message, so that ten of them fit into a log line."""
 TRAIN, HELD_OUT = "train", "held_out"
 
 
@@ -315,4 +313,5 @@ def _report(tally: RowTally, path: Path) -> None:
 
 
 def _first(findings: Sequence[RowFinding]) -> list[str]:
-    return [f"{each.data} row {each.row_index}: {each.message[:LOGGED_CHARS]}" for each in findings[:NUM_LOGGED]]
+    # The messages are for the file alone: they may quote the row.
+    return [f"{each.data} row {each.row_index}: {each.status} by {each.scorer}" for each in findings[:NUM_LOGGED]]

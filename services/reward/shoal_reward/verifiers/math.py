@@ -17,15 +17,14 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from pydantic import Field
 
-from shoal.errors import DataError
-from shoal.reward import Row
+from shoal.reward import NotScoredError, Row
 from shoal_reward.kinds import BuiltScorer, ScorerKind
 from shoal_reward.verifiers.extraction import find_answer, last_boxed
 from shoal_reward.verifiers.gold import AnswerSettings, gold_answers, shared_code
@@ -59,10 +58,10 @@ class Reading:
 def build(settings: MathSettings) -> BuiltScorer:
     """Make a scorer of mathematical answers."""
 
-    def score(prompt: str, response: str, row: Row) -> dict[str, float] | None:
+    def score(prompt: str, response: str, row: Row) -> dict[str, float]:
         golds = gold_answers(row, settings)
-        if not golds or any(unreadable(gold, settings.percent, settings.max_expression_chars) for gold in golds):
-            return None
+        if problem := _unreadable_gold(golds, settings):
+            raise NotScoredError(problem)
         answer = find_answer(response, settings.extract)
         correct = float(any(equal(gold, answer, settings.percent, settings.max_expression_chars) for gold in golds))
         if settings.format_reward == 0:
@@ -79,18 +78,8 @@ def prepare() -> None:
     _parsed(r"\frac{1}{2}x")
 
 
-def unreadable_gold(row: Mapping[str, object], settings: MathSettings | None = None) -> str | None:
-    """Say why a row's right answer cannot be scored against; None if it can. For whoever loads rows.
-
-    Args:
-        row: a row of the data.
-        settings: of the scorer; None takes the defaults.
-    """
-    settings = MathSettings() if settings is None else settings
-    try:
-        golds = gold_answers(dict(row), settings)
-    except DataError as error:
-        return str(error)
+def _unreadable_gold(golds: Sequence[str], settings: MathSettings) -> str | None:
+    """Why a row's right answers cannot be scored against; None if they can."""
     if not golds:
         return f"the row's column {settings.column!r} is empty: give the right answer"
     return next((why for gold in golds if (why := unreadable(gold, settings.percent, settings.max_expression_chars))), None)

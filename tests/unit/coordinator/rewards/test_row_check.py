@@ -117,7 +117,7 @@ async def test_rows_that_cannot_earn_a_reward_are_reported(tmp_path: Path, caplo
     ]
     (warning,) = events(caplog, "rows_cannot_earn_a_reward")
     assert (warning["num_checked"], warning["num_unscored"], warning["file"]) == (6, 4, str(tmp_path / FILE_NAME))
-    assert "train row 7: sum@3: DataError: cannot read it" in warning["first"]
+    assert "train row 7: error by sum@3" in warning["first"]
     assert not events(caplog, "own_answers_are_not_correct")
     assert not events(caplog, "no_row_of_a_source_has_a_score")
 
@@ -148,7 +148,7 @@ async def test_file_of_an_earlier_coordinator_is_replaced(tmp_path: Path) -> Non
     assert again.lines() == []
 
 
-async def test_log_names_the_first_rows_alone_and_cuts_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_the_first_rows_alone_and_quotes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def long_error(sample: ScoreSample) -> ScoreResult:
         return ScoreResult(sample_id=sample.sample_id, status=ScoreStatus.ERROR, message="x" * 1000)
 
@@ -156,7 +156,7 @@ async def test_log_names_the_first_rows_alone_and_cuts_messages(tmp_path: Path, 
     await checking.run([make_row(index) for index in range(2 * NUM_LOGGED)])
     (warning,) = events(caplog, "rows_cannot_earn_a_reward")
     assert len(warning["first"]) == NUM_LOGGED
-    assert max(map(len, warning["first"])) < 200
+    assert not any("xx" in line for line in warning["first"])
     assert len(checking.lines()) == 2 * NUM_LOGGED
 
 
