@@ -13,7 +13,8 @@ A scorer returns
     list[float]         one reward per response token; its length is the number of response tokens
     None                not scored: the sample reaches no advantage (which is not a reward of 0)
 
-`raise NotScoredError("why")` is None with a reason. Any other exception, NaN or infinity makes that sample an error; the others keep their scores. A scorer may be an `async def`; with
+`raise NotScoredError("why")` is None with a reason. Any other exception, NaN or infinity makes that sample an error; the others
+keep their scores. A scorer may be an `async def`; with
 `batch=True` it takes lists (prompts, responses, rows) and returns a list with one of the above per sample; if that raises, the samples are
 called one by one. Plain functions run in a pool of processes, in the main thread, one sample at a time; a process is killed when a sample
 takes too long, and cannot get more than its share of memory. Async functions run in the server's event loop and must not block. With

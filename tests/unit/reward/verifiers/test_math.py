@@ -34,8 +34,7 @@ def score() -> Score:
 def correct(score: Score, gold: object, response: str) -> float | None:
     try:
         return float(score("", response, {"answer": gold})["correct"])
-    except NotScoredError as reason:
-        assert "right answer" in str(reason)
+    except NotScoredError:
         return None
 
 
@@ -172,8 +171,9 @@ def test_something_else_is_wrong(score: Score, gold: str, answer: str) -> None:
 
 @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"\frac{1", "x + = 1", "1/0", r"10^{10^{10}}", "1" * 20_000, "5\0"])
 def test_an_unreadable_gold_is_not_scored_and_is_reported(score: Score, gold: str) -> None:
-    assert correct(score, gold, "5") is None
-    assert correct(score, gold, gold) is None
+    for response in ("5", gold):
+        with pytest.raises(NotScoredError, match="right answer"):
+            score("", response, {"answer": gold})
 
 
 def test_a_readable_gold_is_scored(score: Score) -> None:
