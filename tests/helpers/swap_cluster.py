@@ -67,7 +67,8 @@ class SwapCluster:
             "data": {"held_out": None},
             "algorithm": {"estimator": "grpo"},
             "rollout": {"prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE, "max_new_tokens": 4},
-            "reward": {"scorer": "old", "timeout_s": TIMEOUT_S},
+            # 0: a kill that only one group of a step feels must not let that group be left out.
+            "reward": {"scorer": "old", "timeout_s": TIMEOUT_S, "max_unscored_share": 0.0},
             "coordinator": {"grpc_port": self.grpc_port, "rest_port": free_port(), "lease_s": LEASE_S},
         }
         for name, section in sections.items():

@@ -14,7 +14,7 @@ from tests.helpers.staged_copies import as_bytes, folder_tensors, live_bytes, st
 from tests.helpers.tiny_models import Architecture, save_tiny_model
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_layout_in_bfloat16_casts_a_float32_checkpoint(
     tmp_path: Path, start_rig: Callable[..., EngineRig], architecture: Architecture
 ) -> None:

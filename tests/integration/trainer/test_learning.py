@@ -49,7 +49,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankContext]:
         yield rank_context
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithm_learns_the_bandit(tmp_path: Path, context: RankContext, name: str, seed: int) -> None:
     sections: Sections = {"run": {"steps": NUM_STEPS}, "actor": _GANG, "critic": _GANG, **ALGORITHMS[name]}

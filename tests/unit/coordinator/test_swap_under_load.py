@@ -28,6 +28,9 @@ from tests.helpers.routes import component
 SCORERS = ("sum", "exact", "judge")
 VALUES = {"sum": 1.0, "exact": 10.0, "judge": 100.0}
 NUM_SWAPS = 100
+
+pytestmark = pytest.mark.slow
+"""The quick tests do this over real servers and a real queue: tests/integration/swap."""
 NUM_GROUPS = 8
 GREEDY = greedy_request(RolloutSection(max_new_tokens=4), (2,), 0)
 MODES: dict[str, Callable[[CollectorSetup], None]] = {

@@ -43,7 +43,8 @@ def test_loss_gradients_and_update_are_those_of_the_plain_setting(results: Resul
     assert found["before"] == pytest.approx(plain["loss"], rel=1e-6)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
-    assert_same_tensors(found["gradients"], plain["gradients"], 1e-6)
+    # Sums of float32 in another order: 1.8e-6 has been seen.
+    assert_same_tensors(found["gradients"], plain["gradients"], 4e-6)
     assert found["after"] == pytest.approx(plain["after"], rel=1e-4)
     # The policy after the update is another one, also where parameters stayed gathered before it.
     assert abs(found["after"] / found["before"] - 1) > 0.01
@@ -71,7 +72,8 @@ def test_mixed_precision_stays_close(results: Results, setting: str, world_size:
 def test_value_model_is_the_same_with_every_setting_at_once(results: Results, world_size: int) -> None:
     found, plain = results[world_size]["value, all"], results[1]["value, plain"]
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    assert_same_tensors(found["gradients"], plain["gradients"], 1e-6)
+    # Sums of float32 in another order: 1.8e-6 has been seen.
+    assert_same_tensors(found["gradients"], plain["gradients"], 4e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
