@@ -16,7 +16,11 @@ def send_command(address: str, command: str, console: Console) -> None:
     with CoordinatorApi(address) as api:
         status = api.command(command)
     console.print(f"run {status['run_id']}: {waiting_text(status)}{_to_come(status)}", highlight=False, soft_wrap=True, markup=False)
-    if alert := alert_text(status):
+    alert = alert_text(status)
+    # A run that has just been told to go on has not done so yet.
+    if alert and command == "resume":
+        console.print("it goes on: samples without a score are scored again by the active revision", highlight=False, soft_wrap=True)
+    elif alert:
         console.print(alert, style="bold red", highlight=False, soft_wrap=True, markup=False)
 
 

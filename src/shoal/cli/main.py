@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shoal.cli.addresses import DEFAULT_ADDRESS
 from shoal.cli.reward.app import reward_app
 from shoal.errors import ShoalError
 
@@ -21,7 +22,6 @@ app.add_typer(weights_app, name="weights")
 app.add_typer(reward_app, name="reward")
 
 RestAddress = Annotated[str, typer.Option(help="the coordinator's REST address")]
-_REST_ADDRESS = "http://127.0.0.1:8080"
 
 _EXIT_INTERRUPTED = 130
 
@@ -66,7 +66,7 @@ def demo(
 
 
 @app.command()
-def status(address: RestAddress = _REST_ADDRESS) -> None:
+def status(address: RestAddress = DEFAULT_ADDRESS) -> None:
     """Show what a run is doing."""
     from shoal.cli.status import show_status
 
@@ -74,7 +74,7 @@ def status(address: RestAddress = _REST_ADDRESS) -> None:
 
 
 @app.command()
-def pause(address: RestAddress = _REST_ADDRESS) -> None:
+def pause(address: RestAddress = DEFAULT_ADDRESS) -> None:
     """Pause a run before its next step."""
     from shoal.cli.control import send_command
 
@@ -82,7 +82,7 @@ def pause(address: RestAddress = _REST_ADDRESS) -> None:
 
 
 @app.command()
-def resume(address: RestAddress = _REST_ADDRESS) -> None:
+def resume(address: RestAddress = DEFAULT_ADDRESS) -> None:
     """Go on after a pause, and after an alert of the reward."""
     from shoal.cli.control import send_command
 
@@ -90,7 +90,7 @@ def resume(address: RestAddress = _REST_ADDRESS) -> None:
 
 
 @app.command()
-def stop(address: RestAddress = _REST_ADDRESS) -> None:
+def stop(address: RestAddress = DEFAULT_ADDRESS) -> None:
     """End a run after its current step."""
     from shoal.cli.control import send_command
 
@@ -138,7 +138,7 @@ def plan(
 
 @weights_app.command()
 def verify(
-    address: RestAddress = _REST_ADDRESS,
+    address: RestAddress = DEFAULT_ADDRESS,
     timeout_s: Annotated[float, typer.Option(min=1, max=3600, help="seconds to wait until the weights are free and compared")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="print the API's answer")] = False,
 ) -> None:

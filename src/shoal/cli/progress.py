@@ -59,8 +59,14 @@ def cells(step: Step) -> list[str]:
 def waiting_text(status: dict[str, Any]) -> str:
     """State and, if something is waited for, what and since when."""
     state = str(status.get("state", "unknown")).replace("_", " ").lower()
-    waits = [f"{wait['waiter']} waits for {_names(wait)} ({wait['waited_s']:.0f} s)" for wait in status.get("waiting_for") or ()]
-    return "; ".join([state, *waits])
+    waited: dict[str, list[float]] = {}
+    for wait in status.get("waiting_for") or ():
+        waited.setdefault(f"{wait['waiter']} waits for {_names(wait)}", []).append(float(wait["waited_s"]))
+    return "; ".join([state, *(f"{text} ({_times(len(each))}{max(each):.0f} s)" for text, each in waited.items())])
+
+
+def _times(number: int) -> str:
+    return "" if number == 1 else f"{number} times, "
 
 
 def alert_text(status: dict[str, Any]) -> str:

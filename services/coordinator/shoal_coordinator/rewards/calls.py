@@ -2,7 +2,8 @@
 
 - A scorer's work goes to the server with the fewest outstanding tokens among those that offer exactly its name, version and fingerprint.
 - What a server may be over soon (unavailable, internal faults, garbage, exhausted) is tried again, on another replica if there is one,
-  else with full jitter, until the deadline: the component's timeout for each group of the call, waiting for a server included. A
+  else with full jitter, until the deadline: the component's timeout for each group of the call. A server is waited for within it, and
+  for the timeout of one group at most. A
   request that is refused, or larger than a server takes, is not tried again.
 - A server that fails a scorer again and again rests (`breaker`).
 - At most max_open_requests requests are open at once. Waiting for one's turn there is no server's fault and not part of the deadline.
@@ -165,7 +166,7 @@ class ScorerCalls:
         attempts = _Attempts(deadline_s=self._now_s() + timeout_s)
         suits = self._suits(component)
         while True:
-            await self._wait_for_server(component, attempts, suits, timeout_s)
+            await self._wait_for_server(component, attempts, suits)
             waits_since_s = self._now_s()
             async with self._slots:
                 attempts.deadline_s += self._now_s() - waits_since_s
@@ -181,13 +182,17 @@ class ScorerCalls:
                     if not _is_retried(error) or self._now_s() + attempts.pause_s >= attempts.deadline_s:
                         raise _CallFailedError(server.server_id, error) from error
 
-    async def _wait_for_server(self, component: RouteComponent, attempts: _Attempts, suits: _Suits, timeout_s: float) -> None:
-        """Wait until a server may be asked; one that has just failed only after the pause, if there is no other."""
+    async def _wait_for_server(self, component: RouteComponent, attempts: _Attempts, suits: _Suits) -> None:
+        """Wait until a server may be asked; one that has just failed only after the pause, if there is no other.
+
+        Many groups in a call take longer to score, but not longer to be told that nobody scores them.
+        """
+        wait_s = min(component.timeout_s, max(0.0, attempts.deadline_s - self._now_s()))
         try:
-            await self._pool.pick(max(0.0, attempts.deadline_s - self._now_s()), attempts.failed_on, attempts.pause_s, suits)
+            await self._pool.pick(wait_s, attempts.failed_on, attempts.pause_s, suits)
         except UnavailableError as error:
             # What a server said before tells more than that none is left.
-            raise _CallFailedError(attempts.service, attempts.error or self._none_offers(component, timeout_s)) from error
+            raise _CallFailedError(attempts.service, attempts.error or self._none_offers(component, wait_s)) from error
 
     def _none_offers(self, component: RouteComponent, timeout_s: float) -> UnavailableError:
         wanted = f"{_name(component)}, fingerprint {component.fingerprint or 'none'}"
@@ -196,7 +201,7 @@ class ScorerCalls:
             for server in self._pool.servers()
         ]
         there_is = ", ".join(offered) or "none at all"
-        return UnavailableError(f"no reward server offered {wanted} for {timeout_s:g} s; there is: {there_is}: start one that does")
+        return UnavailableError(f"no reward server offered {wanted} for {timeout_s:.3g} s; there is: {there_is}: start one that does")
 
     def _suits(self, component: RouteComponent) -> _Suits:
         return lambda server: offers(server.client, component) and self._breakers.allows((server.server_id, _name(component)))

@@ -51,7 +51,9 @@ def gold_answers(row: Row, settings: AnswerSettings) -> list[str]:
 
     Raises: DataError: the column is missing or holds something else.
     """
-    value = row.get(settings.column)
+    if settings.column not in row:
+        raise DataError(f"the row has no column {settings.column!r}; it has: {', '.join(sorted(row)) or 'none'}")
+    value = row[settings.column]
     texts = [_text(item, settings.column) for item in (value if isinstance(value, list | tuple) else [value])]
     found = [find_answer(text) for text in texts]
     return [text for text in found if text]

@@ -13,6 +13,8 @@ from rich.text import Text
 
 from shoal.cli.one_line import one_line
 
+_WIDE = 400
+
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
     """Print one line, however long."""
@@ -31,7 +33,8 @@ def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row))
-    console.print(table)
+    # A file or a pipe has no width: cells are not to be folded there.
+    console.print(table, width=None if console.is_terminal else _WIDE, crop=console.is_terminal)
 
 
 def number_text(value: Any, pattern: str = "{:.4g}") -> str:  # noqa: ANN401 - JSON

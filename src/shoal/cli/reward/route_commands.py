@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shoal.cli.addresses import DEFAULT_ADDRESS
 from shoal.cli.reward.api import Signature, login_name
 from shoal.cli.reward.routes import RouteCommand
 
@@ -19,7 +20,6 @@ Why = Annotated[str, typer.Option(help="why, for the audit log")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the API's answer")]
 Number = Annotated[int, typer.Argument(metavar="REVISION", min=1, help="number of the revision, as `shoal reward list` shows it")]
 
-ADDRESS = "http://127.0.0.1:8080"
 NO_REASON = "no reason given"
 
 
@@ -29,7 +29,7 @@ def _command(address: str, as_json: bool, who: str | None = None, why: str = NO_
 
 
 @route_app.command("list")
-def list_command(address: Address = ADDRESS, as_json: AsJson = False) -> None:
+def list_command(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Show the revisions of the reward, and the servers that score."""
     from shoal.cli.reward.routes import list_routes
 
@@ -49,7 +49,7 @@ def add(
     server: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a server that cannot register; may be repeated")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="wait until it is ready or rejected")] = False,
     wait_s: Annotated[float, typer.Option(min=1, help="how long at most, in seconds")] = 600.0,
-    address: Address = ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     who: Who = None,
     why: Why = NO_REASON,
     as_json: AsJson = False,
@@ -74,7 +74,7 @@ def add(
 def shadow(
     number: Number,
     share: Annotated[float, typer.Option(min=0, max=1, help="share of the groups that it scores too; 0 ends it")] = 1.0,
-    address: Address = ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     who: Who = None,
     why: Why = NO_REASON,
     as_json: AsJson = False,
@@ -90,7 +90,7 @@ def compare(
     number: Number,
     plot: Annotated[Path | None, typer.Option(help="also draw it into this PNG file")] = None,
     worst: Annotated[int, typer.Option(min=0, help="samples to show on which they differ most")] = 5,
-    address: Address = ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
     """Compare a shadow revision with the active one, on the same responses."""
@@ -107,7 +107,7 @@ def activate(
     max_p99_ms: Annotated[float | None, typer.Option(min=0, help="gate: 99th percentile of its latency")] = None,
     max_error_share: Annotated[float | None, typer.Option(min=0, max=1, help="gate: share of samples that are errors")] = None,
     when_gates_pass: Annotated[bool, typer.Option("--when-gates-pass", help="later, by itself, instead of refusing now")] = False,
-    address: Address = ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     who: Who = None,
     why: Why = NO_REASON,
     as_json: AsJson = False,
@@ -125,7 +125,7 @@ def activate(
 
 
 @route_app.command()
-def rollback(address: Address = ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
+def rollback(address: Address = DEFAULT_ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
     """Go back to the revision that was active before, from the next group on."""
     from shoal.cli.reward.routes import roll_back
 
@@ -133,7 +133,7 @@ def rollback(address: Address = ADDRESS, who: Who = None, why: Why = NO_REASON, 
 
 
 @route_app.command()
-def retire(number: Number, address: Address = ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
+def retire(number: Number, address: Address = DEFAULT_ADDRESS, who: Who = None, why: Why = NO_REASON, as_json: AsJson = False) -> None:
     """End a revision that is not in use."""
     from shoal.cli.reward.routes import retire_route
 
@@ -143,7 +143,7 @@ def retire(number: Number, address: Address = ADDRESS, who: Who = None, why: Why
 @route_app.command("log")
 def log_command(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="at most so many, the newest")] = 20,
-    address: Address = ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
     """Show who changed the reward, when and why."""
@@ -153,7 +153,7 @@ def log_command(
 
 
 @route_app.command()
-def slow(address: Address = ADDRESS, as_json: AsJson = False) -> None:
+def slow(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Show the samples that took longest to score."""
     from shoal.cli.reward.routes import show_slow
 

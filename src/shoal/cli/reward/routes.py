@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shoal.cli.addresses import DEFAULT_ADDRESS
 from shoal.cli.api import CoordinatorApi
 from shoal.cli.reward.api import RewardRoutes, Route, Signature
 from shoal.cli.reward.components import RouteOptions, did_you_mean, route_body
@@ -34,6 +35,11 @@ class RouteCommand:
         """The run's routes."""
         with CoordinatorApi(self.address) as api:
             yield RewardRoutes(api)
+
+    @property
+    def at(self) -> str:
+        """What a suggested command needs to reach the same coordinator."""
+        return "" if self.address == DEFAULT_ADDRESS else f" --address {self.address}"
 
     def show(self, document: object, *lines: str) -> None:
         """Print the answer as JSON if that was asked for, else the lines."""
@@ -130,7 +136,7 @@ def add_route(command: RouteCommand, options: RouteOptions, wait_s: float | None
             print_line(command.console, f"revision {route['number']}: {route['stage']}: {reward_text(route)}")
         if wait_s is not None:
             route = _wait_until_ready(command, routes, route, wait_s)
-    command.show(route, *_next_step(route))
+    command.show(route, _next_step(route, command.at))
     return 1 if route["stage"] == "rejected" else 0
 
 
@@ -165,13 +171,13 @@ def _of_number(found: dict[str, Any], number: int) -> Route:
     raise ConfigError(f"the coordinator lists no revision {number} any more; was it started anew? see shoal reward list")
 
 
-def _next_step(route: Route) -> list[str]:
+def _next_step(route: Route, at: str) -> str:
     number = route["number"]
     if route["stage"] == "rejected":
-        return [f"rejected: {route['problem']}"]
+        return f"rejected: {route['problem']}"
     if route["stage"] == "ready":
-        return [f"try it beside the active one with: shoal reward shadow {number}"]
-    return [f"it is being checked; see: shoal reward list (or add with --wait); then: shoal reward shadow {number}"]
+        return f"try it beside the active one with: shoal reward shadow {number}{at}"
+    return f"it is being checked; see: shoal reward list{at} (or add with --wait); then: shoal reward shadow {number}{at}"
 
 
 def shadow_route(command: RouteCommand, number: int, share: float) -> None:
@@ -182,7 +188,7 @@ def shadow_route(command: RouteCommand, number: int, share: float) -> None:
         command.show(
             route,
             f"revision {number} scores {share:.0%} of the groups beside the active one; it reaches no advantage",
-            f"compare with: shoal reward compare {number}",
+            f"compare with: shoal reward compare {number}{command.at}",
         )
     else:
         command.show(route, f"revision {number} scores live groups no more; it is {route['stage']}")
