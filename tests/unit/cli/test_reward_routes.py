@@ -163,7 +163,7 @@ def test_add_waits_and_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     *progress, hint = result.stdout.splitlines()
     assert progress == ["revision 2: registered: math@2", "revision 2: checked", "revision 2: ready"]
     # It can be pasted: the address goes with it.
-    assert hint.startswith("try it beside the active one with: shoal reward shadow 2 --address http://127.0.0.1:")
+    assert hint.startswith("try it beside the active one with: shoal reward shadow 2 --address 127.0.0.1:")
 
 
 def test_add_fails_if_the_revision_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
