@@ -96,6 +96,7 @@ def _greedy_accuracy(run: Path) -> float:
     return num_correct / len(rows)
 
 
+@pytest.mark.slow
 def test_demo_with_two_actor_ranks_and_the_users_redis(tmp_path: Path) -> None:
     with running_valkey(tmp_path / "redis") as server:
         own = ("--actor-ranks", "2", "--redis", server.url, "--steps", "3", "--set", "rollout.max_new_tokens=4")

@@ -31,7 +31,6 @@ def _family(architecture: Architecture, *, tied: bool = False, **overrides: obje
 
 FAMILIES = [
     _family("qwen2", tied=True),
-    _family("gemma", tied=True),
     _family("mixtral"),
     _family("qwen3_moe"),
     _family("llama"),
@@ -39,7 +38,7 @@ FAMILIES = [
     _family("gemma3", tied=True),
 ]
 """All with a vocabulary of 101, which the engine pads to 128."""
-ALIKE = [_family("qwen3"), _family("opt", tied=True), _family("phi3"), _family("gemma2", tied=True)]
+ALIKE = [_family("gemma", tied=True), _family("qwen3"), _family("opt", tied=True), _family("phi3"), _family("gemma2", tied=True)]
 """They fuse and keep their parameters as some of the others do."""
 
 
