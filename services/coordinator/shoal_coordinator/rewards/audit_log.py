@@ -83,7 +83,7 @@ class AuditLog:
             if not self._entries:
                 self.append(_first_entry(run_id, now_unix_s))
                 _sync_folder(path.parent)
-        except BaseException:
+        except BaseException:  # whatever it is, the file must not stay open, nor its lock be held
             os.close(self._file)
             raise
 

@@ -226,7 +226,7 @@ class ScorerCalls:
             else:
                 self._breakers.fail(key, is_probe=is_probe)
             raise
-        except BaseException:
+        except BaseException:  # cancelled, or no fault of the server: a probe must not stay open for ever
             self._breakers.abandon(key, is_probe=is_probe)
             raise
         self._breakers.succeed(key)

@@ -86,7 +86,7 @@ class SandboxedProcess:
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox of an answer could not be started: {error}") from error
-        except BaseException:
+        except BaseException:  # an interrupt included: no process of an answer may be left
             self.close()
             raise
 

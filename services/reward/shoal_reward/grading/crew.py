@@ -102,7 +102,7 @@ class GraderCrew:
             self._start_one()
         try:
             await self._first_ready
-        except BaseException:
+        except BaseException:  # a cancelled start included: no grader may be left
             await self.stop()
             raise
 
